@@ -83,7 +83,7 @@ def test_machine_that_lacks_things() -> None:
     assert texts(found, "open files") == [
         "WARNING open files: 1024 per process\n"
         "          expected: 4096: connections and the tensors of loader workers each take one\n"
-        "          fix: ulimit -n 65536; docker run --ulimit nofile=65536"
+        "          fix: docker run --ulimit nofile=65536, or a hard limit of nofile in /etc/security/limits.conf"
     ]
     assert texts(found, "disk") == [
         "STOP    disk: 300 MiB free for runs (/data)\n"

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import os
+import resource
+from collections.abc import Iterator
 
 import pytest
 
 from threefold.errors import ConfigError
-from threefold.mesh.environment import LaunchInfo, read
+from threefold.mesh.environment import LaunchInfo, allow_open_files, read
 from threefold.mesh.launchers.info import first_host, tasks_of_node
+from threefold.mesh.mesh import init_mesh
 
 TORCHRUN = {
     "RANK": "5",
@@ -341,3 +344,23 @@ def test_variables_that_repeat_the_launchers_are_taken() -> None:
     assert (info.launcher, info.local_rank, info.local_world_size) == ("slurm", 1, 4)
     assert (info.master_addr, info.master_port) == ("gpu07", 29500)
     assert read({**SLURM, "WORLD_SIZE": "8"}).launcher == "slurm"
+
+
+@pytest.fixture
+def few_open_files() -> Iterator[int]:
+    """A soft limit as many systems have it, below the hard one, which the fixture returns."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (1000, hard))
+    yield hard
+    resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+def test_a_rank_may_have_more_connections_than_the_soft_limit(few_open_files: int) -> None:
+    init_mesh(device="cpu").close()
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    assert hard == few_open_files
+    assert soft == (65_536 if hard < 0 else min(hard, 65_536)) == allow_open_files()
+    # A higher one is left as it is.
+    if hard > soft:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+        assert allow_open_files() == hard == resource.getrlimit(resource.RLIMIT_NOFILE)[0]

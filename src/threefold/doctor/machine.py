@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import os
 import platform
-import resource
 import shutil
 import socket
 import sys
@@ -17,7 +16,7 @@ from pathlib import Path
 
 from threefold.doctor.findings import Finding, Level, judged, note, warning
 from threefold.errors import size_text
-from threefold.mesh.environment import num_cores
+from threefold.mesh.environment import allow_open_files, num_cores
 
 _SHM = Path("/dev/shm")
 _LEAST_SHM = 1 << 30
@@ -55,7 +54,7 @@ def look(environ: Mapping[str, str], *, folders: Mapping[str, Path]) -> Machine:
         cores=num_cores(),
         memory=_memory(),
         shared_memory=shutil.disk_usage(_SHM).free if _SHM.is_dir() else None,
-        open_files=_open_files(),
+        open_files=allow_open_files(),
         disks={f"{name} ({folder})": _free(folder) for name, folder in folders.items()},
         clock_synchronized=_clock_synchronized(),
         tokens=_tokens(environ),
@@ -94,7 +93,7 @@ def _judged(machine: Machine) -> Iterator[Finding]:
             what,
             fits,
             f"{_LEAST_FILES}: connections and the tensors of loader workers each take one",
-            "ulimit -n 65536; docker run --ulimit nofile=65536",
+            "docker run --ulimit nofile=65536, or a hard limit of nofile in /etc/security/limits.conf",
             otherwise="warning",
         )
     for name, free in machine.disks.items():
@@ -145,11 +144,6 @@ def _memory() -> int | None:
         if text is not None and text.isdecimal():
             sizes.append(int(text))
     return min(sizes, default=None)
-
-
-def _open_files() -> int:
-    limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
-    return limit if limit != resource.RLIM_INFINITY else 1 << 30
 
 
 def _free(folder: Path) -> int:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import os
+import resource
 import socket
 from collections.abc import Mapping
 from pathlib import Path
@@ -20,6 +21,7 @@ from threefold.mesh.launchers.readers import read as read
 
 LOOPBACK = "127.0.0.1"
 _LEAST_TOKEN = 16
+_OPEN_FILES = 65_536
 # The user's own values that `stay_on_loopback` has put others in place of.
 replaced: dict[str, str] = {}
 
@@ -119,6 +121,19 @@ def stay_on_loopback(*, asked: bool = False) -> None:
             if not asked or variable not in os.environ:
                 os.environ[variable] = value
                 replaced.update({variable: own} if own != value else {})
+
+
+def allow_open_files() -> int:
+    """Raises this process's soft limit of open files, which is often 1,024, and returns the limit.
+
+    Each connection to another rank takes one, of which a run on a thousand ranks has more.
+    """
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    limit = _OPEN_FILES if hard == resource.RLIM_INFINITY else min(hard, _OPEN_FILES)
+    if soft == resource.RLIM_INFINITY or soft >= limit:
+        return max(soft, limit)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (limit, hard))
+    return limit
 
 
 def namespace_here(kind: str) -> str | None:

@@ -415,6 +415,7 @@ def join_mesh(
         RendezvousError: the ranks did not meet within `timeout_s`.
     """
     global _active
+    environment.allow_open_files()
     own_device = pick_device(device, 0 if info.own_device else info.local_rank)
     if topology.world_size == 1 and (not dist.is_initialized() or dist.get_backend() == _ALONE):
         _active = Mesh(topology, 0, own_device, host=info.host)

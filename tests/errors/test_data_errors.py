@@ -436,6 +436,23 @@ def test_field_that_no_row_has(folder: Path) -> None:
     assert said(read("x.jsonl", text_field="text")) == error
 
 
+@pytest.mark.parametrize(
+    ("columns", "fix"),
+    [
+        (("id", "question", "answer"), "{prompt: question, completion: answer}"),
+        (("instruction", "context", "response"), "{prompt: instruction, completion: response}"),
+        (("question", "context"), "{text: context}"),
+    ],
+)
+def test_questions_with_answers_are_no_text(
+    folder: Path, columns: tuple[str, ...], fix: str
+) -> None:
+    """Whoever pastes the fix trains on the answers, not on the questions alone."""
+    (folder / "x.jsonl").write_text(json.dumps(dict.fromkeys(columns, "a b c")) + "\n")
+    ((_, _, pasted),) = said(rows("x.jsonl"))
+    assert pasted.startswith(f"--data.fields '{fix}'")
+
+
 def test_parquet_field(folder: Path) -> None:
     for name in ("a", "b"):
         pyarrow.parquet.write_table(

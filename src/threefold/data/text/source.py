@@ -31,6 +31,9 @@ _OF_A_KIND = 3
 MAX_FIELDS = 40
 
 _CHATS = {"messages", "conversations", "prompt", "completion", "instruction", "response"}
+# Names of other columns that hold a question, and what is to be learnt as its answer.
+_QUESTIONS = ("instruction", "question", "query", "problem", "input")
+_ANSWERS = ("response", "answer", "output", "solution", "target")
 CHAT_FIX = (
     "leave data.format out: conversations are found by their columns; columns of other names: --data.fields "
     "'{prompt: NAME, completion: NAME}'   (or one field of text: --data.fields '{text: NAME}')"
@@ -343,7 +346,13 @@ def missing_field(
         else "no such field"
     )
     fix = "a source whose rows have a field of text"
-    if nearest := difflib.get_close_matches(
+    asked, answer = (
+        next((name for name in names if name in texts), None)
+        for names in (_QUESTIONS, _ANSWERS)
+    )
+    if field == "text" and asked and answer:
+        fix = f"--data.fields {pasted({'prompt': asked, 'completion': answer})}   (only the {answer} is trained on)"
+    elif nearest := difflib.get_close_matches(
         field, [name for name in texts if name not in _CHATS], 1, 0.5
     ):
         fix = f"--data.fields {pasted({'text': nearest[0]})}"

@@ -125,6 +125,27 @@ def test_scores_are_the_harness_own_on_every_mesh(exported: Path) -> None:
             ), sizes
 
 
+def test_a_text_is_cut_where_the_harness_cuts_it_though_scaled_positions_take_more(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    from lm_eval.models.utils import resolve_max_length
+
+    import threefold
+    from threefold.config.loading import validate
+    from threefold.run import eval_tasks
+
+    for name in ("_load", "harness_of", "tokenizer_of"):
+        monkeypatch.setattr(eval_tasks, name, lambda *_: None)
+    scaling = {"rope_type": "linear", "factor": 2.0, "rope_theta": 1e4}
+    mesh = threefold.init_mesh(device="cpu")
+    model = threefold.load_model(config={**MODEL, "rope_parameters": scaling}, mesh=mesh)
+    assert model.positions == 96
+    tasks = eval_tasks.EvalTasks(validate({}), model)
+    theirs = resolve_max_length(model.module.config, None, default=2048)
+    mesh.close()
+    assert tasks._scores.longest == theirs == 48
+
+
 def _too_long(folder: str) -> str:
     with pytest.raises(ConfigError) as raised:
         scored({"dp": 2}, folder, [([1], [2]), ([1], [2] * 49)])

@@ -51,7 +51,11 @@ class EvalTasks:
         self.progress = Progress()
         self._mesh = model.mesh
         self._tasks = _load(config.eval.tasks)
-        self._scores = Scores(model, model.positions or config.data.seq_len)
+        longest = model.positions or config.data.seq_len
+        # The harness takes the length that a config names, also where its positions are scaled beyond.
+        text = model.module.config.get_text_config()
+        named = getattr(text, "max_position_embeddings", None) or longest
+        self._scores = Scores(model, min(longest, named))
         self._harness = harness_of(self._scores, tokenizer_of(config))
 
     def __call__(self, step: int) -> Metrics:

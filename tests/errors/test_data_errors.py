@@ -440,7 +440,10 @@ def test_field_that_no_row_has(folder: Path) -> None:
     ("columns", "fix"),
     [
         (("id", "question", "answer"), "{prompt: question, completion: answer}"),
-        (("instruction", "context", "response"), "{prompt: instruction, completion: response}"),
+        (
+            ("instruction", "context", "response"),
+            "{instruction: instruction, input: context, output: response}",
+        ),
         (("question", "context"), "{text: context}"),
     ],
 )

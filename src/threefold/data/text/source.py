@@ -351,7 +351,10 @@ def missing_field(
         for names in (_QUESTIONS, _ANSWERS)
     )
     if field == "text" and asked and answer:
-        fix = f"--data.fields {pasted({'prompt': asked, 'completion': answer})}   (only the {answer} is trained on)"
+        columns = {"prompt": asked, "completion": answer}
+        if "context" in texts:
+            columns = {"instruction": asked, "input": "context", "output": answer}
+        fix = f"--data.fields {pasted(columns)}   (only the {answer} is trained on)"
     elif nearest := difflib.get_close_matches(
         field, [name for name in texts if name not in _CHATS], 1, 0.5
     ):

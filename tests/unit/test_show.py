@@ -485,10 +485,12 @@ def test_errors_of_requests() -> None:
         DataError, match=r"fix: correct the line, or --data\.skip_bad_lines true to count it"
     ):
         data("show", "--data.source", "none.jsonl", *NAMED)
-    with pytest.raises(
-        ConfigError, match=r"has no chat template\n.*\n  fix: --data.chat_template FILE"
-    ):
-        data("show", "--data.source", "c.jsonl", "--data.tokenizer", "bytes")
+    write("alpaca.jsonl", [{"instruction": "a", "input": "b", "output": "c"}])
+    for name in ("c.jsonl", "alpaca.jsonl"):
+        with pytest.raises(
+            ConfigError, match=r"has no chat template\n.*\n  fix: --data.chat_template FILE"
+        ):
+            data("show", "--data.source", name, "--data.tokenizer", "bytes")
     with pytest.raises(ConfigError, match=r"there is no row 12"):
         data("show", *CHATS, "--row", "12")
     Path("empty.jsonl").write_text("")

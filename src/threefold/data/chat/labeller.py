@@ -133,7 +133,7 @@ def labeller_for(source: Source, tokenizer: Tokenizer) -> LabellerFor:
                 fix=f"--data.train_on {_DEFAULT[read.format]}",
             )
         template = chat_template(tokenizer, labels)
-        if template is None and read.format == "chat":
+        if template is None and (read.format == "chat" or "instruction" in read.names):
             raise ConfigError(
                 f"{source.name} has conversations, but the tokenizer {tokenizer.name!r} has no chat template",
                 expected="a chat template, which says how a conversation becomes text",

@@ -121,7 +121,7 @@ def test_models_that_were_not_compared_are_refused_by_name(
 def test_losses_and_optimizers_of_ones_own_are_refused() -> None:
     with pytest.raises(ConfigError, match="with a custom loss"):
         user_objects.check(
-            user_objects.Given(loss=lambda outputs, batch: (outputs.sum(), 1)), config()
+            user_objects.UserObjects(loss=lambda outputs, batch: (outputs.sum(), 1)), config()
         )
 
 

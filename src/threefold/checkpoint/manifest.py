@@ -384,9 +384,11 @@ def refuse_other_code(
         )
 
 
-def refuse_other_given(manifest: Values, given: Values, checkpoint: Checkpoint) -> None:
+def refuse_other_user_objects(
+    manifest: Values, user_objects: Values, checkpoint: Checkpoint
+) -> None:
     """Raises CheckpointError if a program gave the run another loss or optimizer than it has now."""
-    before, now = manifest.get("given") or {}, dict(given)
+    before, now = manifest.get("given") or {}, dict(user_objects)
     for key, usual in (
         ("loss", "the cross entropy"),
         ("optimizer", "the optimizer of the config"),

@@ -44,7 +44,7 @@ class LoadedConfig:
     Attributes:
         accept_changes: a resumed run may continue although keys that affect training have changed.
         quiet: only errors are printed.
-        given: objects of a program that calls `threefold.train` (`run.user_objects.Given`), or None.
+        user_objects: objects of a program that calls `threefold.train` (`run.user_objects.UserObjects`), or None.
         reason: a file that takes the error that ends a rank, for the program that started it.
         last: the process ends with the run, as for commands and ranks.
         pulses: files for the ranks' pulses, kept by the process that starts them (`run.watch.pulse.Witness`).
@@ -54,7 +54,7 @@ class LoadedConfig:
     origins: Mapping[str, str] = field(default_factory=dict)
     accept_changes: bool = False
     quiet: bool = False
-    given: Any = None
+    user_objects: Any = None
     reason: str | None = None
     last: bool = False
     pulses: tuple[str, ...] = ()

@@ -44,7 +44,7 @@ from threefold.run.folder import RunFolder
 from threefold.run.request import Asked
 from threefold.run.same_bytes import of_one_copy, record_of, refuse_other_bytes
 from threefold.run.sources import opened, sources_of
-from threefold.run.user_objects import Given
+from threefold.run.user_objects import UserObjects
 
 # Tokens of the training in which a start looks for the evaluation: some seconds.
 _MOST_COMPARED = 1 << 27
@@ -59,7 +59,7 @@ class Built(Asked):
         overlaps: on rank 0, what of each source of the evaluation is trained on, as far as it was looked for.
         num_steps: the last step's number.
         rate_why: the reason for the config's learning rate.
-        given: objects of the program that trains.
+        user_objects: objects of the program that trains.
         pairs: the losses of a run on pairs of answers, else None.
         recompiled: counts how often layers are compiled again; None if they are not compiled.
     """
@@ -76,7 +76,7 @@ class Built(Asked):
     checkpointer: Checkpointer
     num_steps: int
     rate_why: str
-    given: Given
+    user_objects: UserObjects
     pairs: Pairs | None
     recompiled: Recompiled | None
 
@@ -100,7 +100,7 @@ def build_run(
     asked: Asked,
     mesh: Mesh,
     folder: RunFolder,
-    given: Given,
+    user_objects: UserObjects,
     *,
     say: Callable[[str], None],
     enter: Callable[[str], None],
@@ -134,8 +134,8 @@ def build_run(
     enter("loading")
     model = build(config, asked.architecture, mesh)
     pairs = pairs_of(config, model, rows, held_out, resumed=folder.resumed_run, say=say)
-    if given.optimizer is not None:
-        optimizer = own_optimizer(given.optimizer, model.module, model, mesh.topology)
+    if user_objects.optimizer is not None:
+        optimizer = own_optimizer(user_objects.optimizer, model.module, model, mesh.topology)
         rate = optimizer.param_groups[0]["lr"]
         rate_why = "that of the optimizer as it was made"
         config = config.with_rate(rate)
@@ -155,7 +155,7 @@ def build_run(
         loader,
         architecture,
         template,
-        given.described,
+        user_objects.described,
         ema,
         getattr(held_out, "fingerprint", None),
     )
@@ -175,7 +175,7 @@ def build_run(
         checkpointer=checkpointer,
         num_steps=num_steps_of(config, folder, loader),
         rate_why=rate_why,
-        given=given,
+        user_objects=user_objects,
         pairs=pairs,
         recompiled=Recompiled(say) if choices.compiled(config, device_of(mesh)).value else None,
     )

@@ -31,7 +31,7 @@ from threefold.checkpoint.manifest import (
     refuse_other,
     refuse_other_base,
     refuse_other_code,
-    refuse_other_given,
+    refuse_other_user_objects,
     refuse_unconfirmed,
     versions,
     with_axes,
@@ -69,7 +69,7 @@ class Checkpointer:
     architecture: PretrainedConfig
     template: str | None = None
     """the text of the chat template in use; None: there are no conversations."""
-    given: Mapping[str, Any] = field(default_factory=dict)
+    user_objects: Mapping[str, Any] = field(default_factory=dict)
     """names of a program's objects that change the results."""
     ema: Ema | None = None
     evaluation: str | None = None
@@ -95,7 +95,7 @@ class Checkpointer:
             "evaluation": self.evaluation,
             chat_template.KEY: chat_template.digest_of(self.template),
             "admission": self.config.model.admission,
-            "given": dict(self.given),
+            "given": dict(self.user_objects),
         }
 
     def _best_before(self) -> tuple[float, str | None]:
@@ -179,7 +179,7 @@ class Checkpointer:
                 fix=f"threefold export {checkpoint.path} --to MODEL, and a new run with --model.name_or_path MODEL",
             )
         if not self.folder.accepts_changes:
-            refuse_other_given(manifest, self.given, checkpoint)
+            refuse_other_user_objects(manifest, self.user_objects, checkpoint)
             refuse_other_code(manifest, self._code, self.config, checkpoint)
         chat_template.refuse_other(manifest, self.template, self.config, checkpoint)
         self.changed = changes(manifest, self.config)

@@ -170,8 +170,11 @@ def _choices(run: Built, findings: Sequence[Entry]) -> Iterator[Entry]:
     yield from findings
     yield from run.model.choices
     yield from optimizers.described(run.optimizer, run.config.optimizer)
-    if run.given.loss is not None:
-        yield "loss", f"{name_of(run.given.loss)}, of {run.given.loss_on}: as given"
+    if run.user_objects.loss is not None:
+        yield (
+            "loss",
+            f"{name_of(run.user_objects.loss)}, of {run.user_objects.loss_on}: as given",
+        )
     if run.config.data.skip:
         skips = ", ".join(f"[{first}, {last}]" for first, last in run.config.data.skip)
         yield "data.skip", f"the batches of steps {skips} are left out"

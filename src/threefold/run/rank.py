@@ -46,7 +46,7 @@ from threefold.run.run import LINGER_S, REPORT_BEFORE, Run
 from threefold.run.same_bytes import keep_lists
 from threefold.run.sources import file_lines
 from threefold.run.terminal import Screen, Terminal
-from threefold.run.user_objects import Given, Hooks
+from threefold.run.user_objects import Hooks, UserObjects
 from threefold.run.watch.stall import CLOSING
 from threefold.run.watch.watchdog import Watchdog
 from threefold.training.evaluation import EvalStep
@@ -111,8 +111,8 @@ def _train(loaded: LoadedConfig, mesh: Mesh, why: str, watch: Watchdog) -> int:
     first = mesh.rank == 0
     console = Screen(quiet=loaded.quiet or not first, logs=first, as_json=config.log.json)
     asked = asked_of(config, mesh)
-    plain = loaded.given is None or (
-        loaded.given.loss is None and loaded.given.optimizer is None
+    plain = loaded.user_objects is None or (
+        loaded.user_objects.loss is None and loaded.user_objects.optimizer is None
     )
     if plain:
         asked = memory_check.fitted(asked, mesh)
@@ -127,7 +127,12 @@ def _train(loaded: LoadedConfig, mesh: Mesh, why: str, watch: Watchdog) -> int:
         with memory_check.explained(asked, mesh, folder.path):
             enter("data preparation")
             built = assemble.build_run(
-                asked, mesh, folder, loaded.given or Given(), say=console.print, enter=enter
+                asked,
+                mesh,
+                folder,
+                loaded.user_objects or UserObjects(),
+                say=console.print,
+                enter=enter,
             )
             enter("admission at full size")
             full_size = _admit_full_size(built) if built.done < built.num_steps else ()
@@ -157,7 +162,7 @@ def _train(loaded: LoadedConfig, mesh: Mesh, why: str, watch: Watchdog) -> int:
             run.config = built.config
             _accept(console, run, built, head)
             hooks = Hooks(
-                built.given.callbacks if mesh.rank == 0 else (),
+                built.user_objects.callbacks if mesh.rank == 0 else (),
                 folder.path,
                 run.guards.stop.ask,
             )
@@ -272,7 +277,7 @@ def _followed(
         watch.progress.device = DeviceForward(partial(torch.cuda.Event, enable_timing=True))
         stay_near(built.mesh.device)  # only now: data are prepared by all cores
     # The gradients of a custom loss are averaged outside those buckets.
-    if built.pairs is None and built.given.loss is None:
+    if built.pairs is None and built.user_objects.loss is None:
         watch.progress.enter("the warm-up")
         warm_up_buckets(
             built.model, built.mesh, rows=built.micro_batch, seq_len=built.config.data.seq_len
@@ -328,8 +333,8 @@ def _loss_of(run: Built) -> dict[str, Any]:
     """The objective, as arguments of the step."""
     if run.pairs is not None:
         return {"loss": run.pairs.loss, "loss_on": "log_probabilities"}
-    if run.given.loss is not None:
-        return {"loss": run.given.loss, "loss_on": run.given.loss_on}
+    if run.user_objects.loss is not None:
+        return {"loss": run.user_objects.loss, "loss_on": run.user_objects.loss_on}
     smoothing, z_loss = run.config.train.label_smoothing, run.config.train.z_loss
     return {
         "token_loss": token_loss_of(
@@ -342,8 +347,8 @@ def _evaluation_of(run: Built) -> EvalStep | None:
     if run.pairs is not None:
         return run.pairs.evaluation
     return (
-        EvalStep(run.model, loss=run.given.loss, loss_on=run.given.loss_on)
-        if run.given.loss is not None
+        EvalStep(run.model, loss=run.user_objects.loss, loss_on=run.user_objects.loss_on)
+        if run.user_objects.loss is not None
         else None
     )
 
@@ -412,7 +417,7 @@ def kept_rows_of(run: Built, audit: Audit | None) -> KeptRows | None:
         audit is None
         or not (asked.rows and asked.every)
         or mesh.tp_rank
-        or run.given.loss is not None
+        or run.user_objects.loss is not None
     ):
         return None
     count = count_pairs if run.pairs is not None else None

@@ -43,7 +43,7 @@ from threefold.run.folder import checked_path, new_path
 from threefold.run.local_rank_limit import refuse_too_many, refuse_too_many_workers, room_here
 from threefold.run.user_objects import (
     PLACES,
-    Given,
+    UserObjects,
     callbacks_of,
     check,
     place_of,
@@ -130,9 +130,9 @@ def train(
     rows = {"dataset": dataset, "eval_dataset": eval_dataset, "tokenizer": tokenizer}
     handed = {name: value for name, value in rows.items() if value is not None}
     loaded = _loaded(config, handed)
-    given = Given(loss, loss_on, optimizer, callbacks_of(callbacks))
+    user_objects = UserObjects(loss, loss_on, optimizer, callbacks_of(callbacks))
     config = with_rows(loaded.config, handed)
-    check(given, config)
+    check(user_objects, config)
     if config.log.dir is None and environment.current().launcher is None:
         config = _in_new_folder(config)
     with tempfile.TemporaryDirectory() as folder:
@@ -142,7 +142,7 @@ def train(
                 loaded,
                 config=config,
                 accept_changes=accept_changes,
-                given=given,
+                user_objects=user_objects,
                 reason=str(reason),
             )
         )
@@ -236,8 +236,8 @@ def train_command(loaded: LoadedConfig, *, max_restarts: int = 0, force: bool = 
     refuse_other_rows(formats_of(loaded.config, here=True), loaded.config.train.objective)
     if loaded.config.data.tokenizer:
         tokenizer_of(loaded.config)
-    if loaded.given is not None:
-        refuse_unsendable(loaded.given, topology.world_size)
+    if loaded.user_objects is not None:
+        refuse_unsendable(loaded.user_objects, topology.world_size)
     # Restarted ranks must find the run, and so must this process.
     if loaded.config.log.dir is None:
         loaded = replace(loaded, config=_in_new_folder(loaded.config))

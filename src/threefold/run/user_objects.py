@@ -33,7 +33,7 @@ HOOKS = ("on_step", "on_eval", "on_save", "on_stop")
 
 
 @dataclass(frozen=True)
-class Given:
+class UserObjects:
     """Objects that a run uses in place of the built-in ones.
 
     Attributes:
@@ -62,38 +62,42 @@ def name_of(value: Any) -> str:
     return f"{named.__module__}.{named.__qualname__}"
 
 
-def check(given: Given, config: Config) -> None:
+def check(user_objects: UserObjects, config: Config) -> None:
     """Refuses objects that cannot be used, and keys that then have no effect; all at once, before any process."""
-    ConfigError.raise_for(_problems(given, config))
+    ConfigError.raise_for(_problems(user_objects, config))
 
 
-def _problems(given: Given, config: Config) -> Iterator[Problem]:
-    for each in given.callbacks:
+def _problems(user_objects: UserObjects, config: Config) -> Iterator[Problem]:
+    for each in user_objects.callbacks:
         yield from _callback_problems(each)
-    if given.loss is not None and not callable(given.loss):
+    if user_objects.loss is not None and not callable(user_objects.loss):
         yield Problem(
-            f"loss = {given.loss!r}",
+            f"loss = {user_objects.loss!r}",
             "a function of outputs and batch that returns a sum and a count",
             "loss=None",
         )
-    if given.loss_on not in ("logits", "hidden_states"):
-        yield Problem(f"loss_on = {given.loss_on!r}", "logits or hidden_states", "leave it out")
-    elif given.loss is None and given.loss_on != "logits":
+    if user_objects.loss_on not in ("logits", "hidden_states"):
         yield Problem(
-            f"loss_on = {given.loss_on!r} without a loss", "loss_on with a loss", "leave it out"
+            f"loss_on = {user_objects.loss_on!r}", "logits or hidden_states", "leave it out"
         )
-    if given.loss is not None:
+    elif user_objects.loss is None and user_objects.loss_on != "logits":
+        yield Problem(
+            f"loss_on = {user_objects.loss_on!r} without a loss",
+            "loss_on with a loss",
+            "leave it out",
+        )
+    if user_objects.loss is not None:
         yield from _loss_problems(config)
     if config.train.reduce == "exact":
-        for name, value in (("loss", given.loss), ("optimizer", given.optimizer)):
+        for name, value in (("loss", user_objects.loss), ("optimizer", user_objects.optimizer)):
             if value is not None:
                 yield Problem(
                     f"train.reduce = exact with a custom {name}",
                     f"no custom {name}: its bits were not compared on several meshes",
                     f"{name}=None, or --train.reduce fast",
                 )
-    if given.optimizer is not None:
-        yield from _optimizer_problems(given.optimizer, config.optimizer)
+    if user_objects.optimizer is not None:
+        yield from _optimizer_problems(user_objects.optimizer, config.optimizer)
 
 
 def _loss_problems(config: Config) -> Iterator[Problem]:
@@ -163,10 +167,10 @@ def _callback_problems(callback: Any) -> Iterator[Problem]:
         )
 
 
-def refuse_unsendable(given: Given, num_ranks: int) -> None:
+def refuse_unsendable(user_objects: UserObjects, num_ranks: int) -> None:
     """ConfigError if an object cannot reach ranks that are started here, each its own process."""
-    own = (("loss", given.loss), ("optimizer", given.optimizer))
-    for name, value in (*own, *(("callbacks", each) for each in given.callbacks)):
+    own = (("loss", user_objects.loss), ("optimizer", user_objects.optimizer))
+    for name, value in (*own, *(("callbacks", each) for each in user_objects.callbacks)):
         if value is not None and (why := _unsendable(value)) is not None:
             raise ConfigError(
                 f"{name}: {name_of(value)} cannot reach {num_ranks} ranks: {why}",

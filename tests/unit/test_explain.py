@@ -534,6 +534,63 @@ def test_error_that_no_page_has_words_of_is_told_by_the_part_of_the_library(
     assert (found.known.name, found.confidence) == (name, "only a symptom")
 
 
+@pytest.mark.parametrize(
+    "traceback",
+    [
+        """Traceback (most recent call last):
+  File "/srv/train.py", line 9, in main
+    trainer.fit(model)
+  File "/opt/venv/lib/python3.12/site-packages/lightning/pytorch/loops/loop.py", line 80, in run
+    raise RuntimeError("no batch")""",
+        """RuntimeError                              Traceback (most recent call last)
+/srv/train.py in main(args)
+----> 9     trainer.fit(model)
+/opt/venv/lib/python3.12/site-packages/lightning/pytorch/loops/loop.py in run(self)
+---> 80     raise RuntimeError("no batch")""",
+        """RuntimeError                              Traceback (most recent call last)
+File /srv/train.py:9, in main(args)
+----> 9     trainer.fit(model)
+File /opt/venv/lib/python3.12/site-packages/lightning/pytorch/loops/loop.py:80, in run(self)
+---> 80     raise RuntimeError("no batch")""",
+        """╭───────────── Traceback (most recent call last) ─────────────╮
+│ /srv/train.py:9 in main                                     │
+│ ❱  9 │   trainer.fit(model)                                 │
+│ /opt/venv/lib/python3.12/site-packages/lightning/loop.py:80 │
+│ in run                                                      │
+╰─────────────────────────────────────────────────────────────╯""",
+    ],
+    ids=["python", "older IPython", "IPython", "rich"],
+)
+def test_error_of_a_library_in_training_is_told_with_the_program_s_place(
+    traceback: str,
+) -> None:
+    found = explain(f"step 1\n{traceback}\nRuntimeError: no batch\n")
+    assert found is not None and found.frame is not None
+    assert (found.known.name, found.line.text) == ("own-error", "RuntimeError: no batch")
+    assert re.fullmatch(r"/srv/train\.py:[9?] in main", found.frame)
+
+
+def test_error_of_a_program_that_only_runs_a_model_is_unknown() -> None:
+    text = RAISED_BY_A_PACKAGE.format(file="diffusers/pipeline.py", error="ValueError: no")
+    assert explain(text) is None
+    assert explain(f"{text}Epoch 3\n") is not None
+
+
+def test_ranks_that_raised_the_first_error_are_told_and_how_many_errors_followed() -> None:
+    error = RAISED_BY_A_PACKAGE.format(file="x/y.py", error="ValueError: {}")
+    later = of_rank(error.format("another"))
+    same = of_rank(error.format("no"))
+    found = explain(same + same.replace("rank1", "rank0") + later)
+    assert found is not None and found.line.text == "ValueError: no"
+    assert list(found.facts) == ["it ended ranks 0 and 1", "errors after it: 1"]
+
+
+def test_actor_of_an_older_ray_has_a_prefix() -> None:
+    text = RAISED_BY_A_PACKAGE.format(file="ray/rllib/trainer.py", error="KeyError: 'v'")
+    found = explain("".join(f"(pid=77) {line}\n" for line in f"{text}train.py".splitlines()))
+    assert found is not None and found.line.text == "KeyError: 'v'"
+
+
 def test_lines_that_a_platform_marks_as_errors_are_the_program_s_own() -> None:
     lines = ("Traceback (most recent call last):", '  File "/job/train.py", line 7, in main')
     marked = "\n".join(

@@ -170,12 +170,11 @@ def _explanation(
             return Explanation(
                 known["threefold"], log.line(fix.index - 2), Confidence.SURE, None, facts, hits
             )
-    if mine := _own_error(events, errors, hits):
-        facts = [f"it ended rank {mine.line.rank}"] if mine.line.rank is not None else []
+    if own := _own_errors(events, errors, hits):
+        mine, page = own[0], known["own-error"]
+        facts = page.facts(log, [error.line for error in own])
         # Even a name that is missing follows from an import that failed, an unbound one from a loop without rows.
-        return Explanation(
-            known["own-error"], mine.line, Confidence.SYMPTOM, mine.frame, facts, hits
-        )
+        return Explanation(page, mine.line, Confidence.SYMPTOM, mine.frame, facts, hits)
     return _explained(log, hits, errors) if hits else None
 
 
@@ -300,24 +299,19 @@ def _not_made_good(
     return left, own
 
 
-def _own_error(events: Events, errors: Sequence[Raised], hits: Sequence[Hit]) -> Raised | None:
-    """The first error that no page describes: of a rank, or that a training program of one process raised itself."""
+def _own_errors(
+    events: Events, errors: Sequence[Raised], hits: Sequence[Hit]
+) -> Sequence[Raised]:
+    """The errors of a training job that no page describes, that of the rank which failed first before the others."""
     log = events.log
-    if events.is_foreign:
-        return None
-    several = (
-        hits
-        or any(log.is_of_rank(error.line) for error in errors)
-        or log.has("torch.distributed")
-    )
-    own = [
-        error
-        for error in _unknown(errors, hits)
-        if several or (error.own and events.is_training)
-    ]
+    # Libraries that train also only run models: a rank, or a word of training.
+    trains = events.is_training and (events.places(EventKind.TRAINS) or log.has("[rank"))
+    if events.is_foreign or not (hits or trains):
+        return []
     first = first_exit(log).rank
-    named = [error for error in own if error.line.rank == first is not None]
-    return next(iter(named or own), None)
+    return sorted(
+        _unknown(errors, hits), key=lambda error: first is not None and error.line.rank != first
+    )
 
 
 def _unknown(errors: Sequence[Raised], hits: Sequence[Hit]) -> list[Raised]:

@@ -77,3 +77,12 @@ def ranks(log: Log, lines: Sequence[LogLine]) -> list[str]:
     """The ranks that show it, if there are several."""
     named = {line.rank for line in lines if line.rank is not None}
     return [f"on {ranks_text(named)}"] if len(named) > 1 else []
+
+
+def own_error(log: Log, lines: Sequence[LogLine]) -> list[str]:
+    """The ranks that the first error ended, and how many other errors come after it."""
+    same = [line for line in lines if line.text == lines[0].text]
+    named = {line.rank for line in same if line.rank is not None}
+    ended = [f"it ended {ranks_text(named)}"] if named else []
+    others = len(lines) - len(same)
+    return ended + ([f"errors after it: {others}"] if others else [])

@@ -128,12 +128,6 @@ class Log:
         file = source.name if len(self.sources) > 1 else ""
         return LogLine(self._numbers[index], text, rank, host, file, index)
 
-    def is_of_rank(self, line: LogLine) -> bool:
-        """Whether a rank wrote the line, and not only a task, as launchers count them of any program."""
-        unnamed = prefixes.read(self.raw[line.index])[1] is None
-        of_task = unnamed and prefixes.is_task(self._prefixes[line.index])
-        return line.rank is not None and not of_task
-
     def time(self, index: int) -> str | None:
         """When the line was written, in seconds as text that sorts, if it or one of the 30 before it shows it."""
         places = range(index, max(-1, index - 30), -1)

@@ -17,7 +17,7 @@ from typing import NamedTuple
 _OF_LINE = re.compile(
     r"^(?:\[rank(?P<torch>\d+)\]:? ?|\[[a-z]*?(?P<role>\d+)(?:\|\d+)?\]:|\s{0,3}(?P<task>\d{1,5}): "
     r"|\[\d+,(?P<mpi>\d+)\]<std(?:out|err)>: ?|\[Rank (?P<megatron>\d+)\] ?"
-    r"|\[pod/(?P<pod>[\w.-]+)[^\]]*\] ?|\(\w+ pid=\d+(?:, ip=(?P<ip>[\w.:]+))?\) ?)"
+    r"|\[pod/(?P<pod>[\w.-]+)[^\]]*\] ?|\((?:\w+ )?pid=\d+(?:, ip=(?P<ip>[\w.:]+))?\) ?)"
 )
 # The prefix of a container's runtime or a logger.
 _STAMP = re.compile(
@@ -31,7 +31,7 @@ _TIMES = (
 )
 _WRITERS = (
     r"\[pod/[\w.-]+[^\]]*\] ?",
-    r"\(\w+ pid=\d+(?:, ip=[\w.:]+)?\) ?",
+    r"\((?:\w+ )?pid=\d+(?:, ip=[\w.:]+)?\) ?",
     r"[\w.-]{1,80} *\| ?",  # docker compose
     r"\[(?!rank)[a-z]*\d+(?:\|\d+)?\]: ?",  # torchrun --tee; torch's own is the program's
     r"\[\d+,\d+\]<std(?:out|err)>: ?",
@@ -47,14 +47,12 @@ _NCCL_HOST = re.compile(r"^(?:\[[^\]]*\] )?(?P<host>[A-Za-z][\w.-]*):\d+:\d+ \[\
 _COLOURS = re.compile(r"\x1b\[[0-9;]*m")
 # A line with a time, a host, a rank or an error's name is no rest of the line before.
 _NEW_LINE = re.compile(
-    r"\S+:\d+:\d+ \[|\[|Traceback|\d{4}-\d\d-\d\d|\S+/\d+ \[|\w+: |\s*\d+%\|"
+    r"\S+:\d+:\d+ \[|\[|Traceback|\d{4}[-/]\d\d[-/]\d\d|\S+/\d+ \[|\w+: |\s*\d+%\|"
 )
 # Ours, and torchrun's --log-dir: attempt_0/3/stderr.log.
 _OF_FILE = re.compile(
     r"(?:rank[-_]?(?=\d+\.\w+$)|/(?=\d+/(?:std(?:out|err)|error)\.\w+$))(\d+)"
 )
-# Whether the rank of a prefix is a task's: srun and mpirun count those of any program, not only of a training job.
-is_task = re.compile(r"(?:^|\s)\d{1,5}:(?: |$)|\[\d+,\d+\]<").search
 _ROUNDS = 4  # a container's runtime, a launcher and torch may each have put one
 _SAMPLE, _SHARE = 400, 0.9
 _Split = Callable[[str], tuple[str, str] | None]

@@ -80,7 +80,8 @@ class EventKind(Enum):
     TRAINS = r"""
     train\w*\.(?:py|sh|ya?ml)  [_-]train(?![a-z])  pretrain(?!ed)  [Ff]ine-?tun  Trainer\b  [Ee]poch  grad_norm
     [Ll]oss(?![a-z])  [Oo]ptimizer  backward  torchrun  [Tt]raining  [Rr]ollout  (?<![A-Za-z])GRPO  (?<![a-z])verl\b
-    (?<![a-z])trl\b  openrlhf  [Tt]rainable  RayTrain  WorkerDict
+    (?<![a-z])trl\b  openrlhf  [Tt]rainable  RayTrain  WorkerDict  trainer[._/]  \.fit\(  train_\w  in train\b
+    [Mm]egatron  nemo_rl  torchtitan  torchtune  llamafactory  axolotl  fairseq  mmengine  detectron2  pytorch_lightning
     """
     # ranks that meet
     GROUP = r"""

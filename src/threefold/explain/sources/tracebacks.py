@@ -16,7 +16,11 @@ _CHAINED = (
     "During handling of the above exception",
     "The above exception was the direct cause",
 )
-_FRAME = re.compile(r'^\s*File "(?P<file>[^"]+)", line (?P<line>\d+), in (?P<function>\S+)')
+# Python's; Rich's in a box; IPython's, of which older ones show no line.
+_FRAME = re.compile(
+    r'^\s*(?:│\s*)?(?:File )?"?(?P<file>(?<=")[^"]+|[^\s"│]+\.pyx?|<[\w. -]+>)"?'
+    r"(?:(?:, line |:)(?P<line>\d+))?,? in (?P<function>[\w<>.]+)"
+)
 _INSTALLED = re.compile(
     r"site-packages|dist-packages|<frozen|/lib/python3|runpy\.py|<string>|/bin/"
 )
@@ -43,14 +47,12 @@ class Raised:
 
     Attributes:
         reports_another: it only reports another process's error.
-        own: that frame is the innermost of all: the program itself raised the error.
         file: of the innermost frame of all.
     """
 
     line: LogLine
     reports_another: bool
     frame: str | None = None
-    own: bool = False
     file: str = ""
 
 
@@ -80,11 +82,10 @@ def raised(log: Log) -> list[Raised]:
                 if before:
                     errors.remove(before[-1])
             innermost, own = frames.pop(line.rank)
-            place = f"{own['file']}:{own['line']} in {own['function']}" if own else None
+            place = f"{own['file']}:{own['line'] or '?'} in {own['function']}" if own else None
             file = innermost["file"] if innermost else ""
             reports = error["kind"].rpartition(".")[2] in _REPORTING
-            by_program = own is innermost is not None
-            errors.append(Raised(line, reports, place, by_program, file))
+            errors.append(Raised(line, reports, place, file))
     return errors
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import subprocess
 import sys
@@ -583,6 +584,51 @@ def test_ranks_that_raised_the_first_error_are_told_and_how_many_errors_followed
     found = explain(same + same.replace("rank1", "rank0") + later)
     assert found is not None and found.line.text == "ValueError: no"
     assert list(found.facts) == ["it ended ranks 0 and 1", "errors after it: 1"]
+
+
+_FRAMES = """Traceback (most recent call last):
+  File "/srv/train.py", line 33, in main
+    rows = table["text"]
+"""
+_JSON = json.dumps({"message": f"{_FRAMES}KeyError: 'text'", "level": "error"})
+
+
+@pytest.mark.parametrize(
+    ("text", "line"),
+    [
+        (
+            "ChildFailedError:\ntrain.py FAILED\n  traceback : "
+            + f"{_FRAMES}KeyError: 'text'\n===".replace("\n", "\n  "),
+            "KeyError: 'text'",
+        ),
+        (f'error_handler:{{"py_callstack": {_JSON}', "KeyError: 'text'"),
+        (
+            f"wandb: ERROR Run errored: {RuntimeError(_FRAMES + 'KeyError: x' + chr(10))!r}",
+            "KeyError: x",
+        ),
+        (f"{_FRAMES}queue.Empty", "queue.Empty"),
+        (f"{_FRAMES}StopIteration", "StopIteration"),
+        (f"{_FRAMES}lib._exc.Unsupported: a call", "lib._exc.Unsupported: a call"),
+        (
+            f"  + Exception Group {_FRAMES}ExceptionGroup: unhandled (1 sub-exception)\n".replace(
+                "\n", "\n  | "
+            )
+            + f"+---- 1 ----\n    | {_FRAMES}KeyError: 'text'".replace("\n", "\n    | "),
+            "| KeyError: 'text'",
+        ),
+        (
+            f"{_FRAMES}KeyError: 'text'\n\nThe above exception was the direct cause of the following exception:\n\n"
+            f"{_FRAMES}torch.multiprocessing.spawn.ProcessRaisedException: it failed",
+            "KeyError: 'text'",
+        ),
+    ],
+    ids=["torchrun", "JSON", "repr", "Empty", "StopIteration", "any name", "group", "reported"],
+)
+def test_error_is_read_however_its_traceback_is_written(text: str, line: str) -> None:
+    found = explain(f"{text}\n")
+    assert found is not None
+    assert (found.known.name, found.line.text.strip().split('"')[0]) == ("own-error", line)
+    assert found.frame == "/srv/train.py:33 in main"
 
 
 def test_actor_of_an_older_ray_has_a_prefix() -> None:

@@ -315,8 +315,6 @@ def _own_errors(
 
 
 def _unknown(errors: Sequence[Raised], hits: Sequence[Hit]) -> list[Raised]:
-    """The errors that no page describes, without those that only report another one."""
+    """The errors that no page describes."""
     shown = {line.index for hit in hits for line in hit.lines}
-    return [
-        error for error in errors if error.line.index not in shown and not error.reports_another
-    ]
+    return [error for error in errors if error.line.index not in shown]

@@ -60,6 +60,7 @@ _Written = tuple[str, int | None, str | None]
 _MESSAGES = ("log", "message", "msg")
 _TIME_KEYS = ("time", "ts", "timestamp", "@timestamp")
 _LONGEST_JSON = 2**16
+_ESCAPED = "(most recent call last):\\n"  # a traceback within a string of JSON, or a repr
 
 
 def read(text: str, rank: int | None = None, host: str | None = None) -> _Written:
@@ -126,7 +127,11 @@ def taken_off(lines: Sequence[str]) -> list[PrefixedLine]:
             for prefix, message in [split(line.text) or ("", line.text)]
             for text in message.removesuffix("\n").split("\n")
         ]
-    return stripped
+    return [
+        line._replace(text=text)
+        for line in stripped
+        for text in (line.text.split("\\n") if _ESCAPED in line.text else [line.text])
+    ]
 
 
 def lines_of(text: str) -> list[PrefixedLine]:

@@ -8,8 +8,9 @@ from itertools import islice
 from threefold.explain.log import Log, LogLine
 
 _ERROR = re.compile(
-    r"^(?:│\s*)?(?P<kind>(?:[\w<>]+\.)*[A-Z]\w*(?:Error|Exception|Exit|Interrupt|Missing|Failed\w*|Warning|Elapsed|Timeout"
-    r"|OutOfResources|LimitHit|Invalid)\w*|Exception|\w+\.(?:error|timeout|gaierror))(?::|$)"
+    r"^(?:\s*[│|]\s*|\s{0,2})(?P<kind>(?:[\w<>]+\.)*[A-Z]\w*(?:Error|Exception|Exit|Interrupt|Missing|Failed\w*|Warning"
+    r"|Elapsed|Timeout|OutOfResources|LimitHit|Invalid|Iteration)\w*|Exception|\w+\.(?:error|timeout|gaierror)"
+    r"|(?:[a-z_]\w*\.)+[A-Z]\w*)(?::|$)"
 )
 _TRACEBACK = "Traceback (most recent call last)"
 _CHAINED = (
@@ -18,7 +19,7 @@ _CHAINED = (
 )
 # Python's; Rich's in a box; IPython's, of which older ones show no line.
 _FRAME = re.compile(
-    r'^\s*(?:│\s*)?(?:File )?"?(?P<file>(?<=")[^"]+|[^\s"│]+\.pyx?|<[\w. -]+>)"?'
+    r'^\s*(?:[│|]\s*)?(?:File )?\\?"?(?P<file>(?<=")[^"]+?|[^\s"│]+\.pyx?|<[\w. -]+>)\\?"?'
     r"(?:(?:, line |:)(?P<line>\d+))?,? in (?P<function>[\w<>.]+)"
 )
 _INSTALLED = re.compile(
@@ -31,13 +32,13 @@ _NEXT = re.compile(
     r"[EWI]\d{4} |\[|Traceback|During|The above|\d{4}-|\w+:[\w.]+:|(?:ERROR|WARNING|INFO)"
     r"|\S*(?:Error|Exception):|[=*-]{4}|$"
 )
-# Errors that only report another one.
 _REPORTING = (
     "ChildFailedError",
     "ProcessRaisedException",
     "ProcessExitedException",
     "CalledProcessError",
     "SystemExit",
+    "ExceptionGroup",
 )
 
 
@@ -46,18 +47,17 @@ class Raised:
     """The error that ended a traceback, and the innermost frame that belongs to no installed package.
 
     Attributes:
-        reports_another: it only reports another process's error.
         file: of the innermost frame of all.
     """
 
     line: LogLine
-    reports_another: bool
     frame: str | None = None
     file: str = ""
 
 
 def raised(log: Log) -> list[Raised]:
-    """The errors of all tracebacks, in order; of chained errors only the last one. Of many, the first and last 500."""
+    """The errors of all tracebacks, in order, without those that only report another process's; of chained errors only
+    the last one. Of many, the first and last 500."""
     errors: list[Raised] = []
     # Ranks write at the same time, so each may have an open traceback: its innermost frame, and the program's own.
     frames: dict[int | None, tuple[re.Match[str] | None, re.Match[str] | None]] = {}
@@ -76,16 +76,17 @@ def raised(log: Log) -> list[Raised]:
             _, own = frames.get(line.rank, (None, None))
             frames[line.rank] = frame, own if installed else frame
         elif line.rank in frames and (error := _ERROR.match(line.text)):
+            innermost, own = frames.pop(line.rank)
+            if error["kind"].endswith(_REPORTING):
+                continue
             if line.rank in chained:
                 chained.discard(line.rank)
                 before = [one for one in errors if one.line.rank == line.rank]
                 if before:
                     errors.remove(before[-1])
-            innermost, own = frames.pop(line.rank)
             place = f"{own['file']}:{own['line'] or '?'} in {own['function']}" if own else None
             file = innermost["file"] if innermost else ""
-            reports = error["kind"].rpartition(".")[2] in _REPORTING
-            errors.append(Raised(line, reports, place, file))
+            errors.append(Raised(line, place, file))
     return errors
 
 

@@ -621,8 +621,27 @@ _JSON = json.dumps({"message": f"{_FRAMES}KeyError: 'text'", "level": "error"})
             f"{_FRAMES}torch.multiprocessing.spawn.ProcessRaisedException: it failed",
             "KeyError: 'text'",
         ),
+        (f"{_FRAMES}ValueError: keys [1] of rank 3", "ValueError: keys [1] of rank 3"),
+        (
+            "".join(
+                f"[trainer] 2026-05-23T16:49:12.29Z {line}\n"
+                for line in f"{_FRAMES}KeyError: 'text'".splitlines()
+            ),
+            "KeyError: 'text'",
+        ),
     ],
-    ids=["torchrun", "JSON", "repr", "Empty", "StopIteration", "any name", "group", "reported"],
+    ids=[
+        "torchrun",
+        "JSON",
+        "repr",
+        "Empty",
+        "StopIteration",
+        "any name",
+        "group",
+        "reported",
+        "a rank in it",
+        "a container's name",
+    ],
 )
 def test_error_is_read_however_its_traceback_is_written(text: str, line: str) -> None:
     found = explain(f"{text}\n")

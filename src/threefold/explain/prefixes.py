@@ -32,7 +32,7 @@ _TIMES = (
 _WRITERS = (
     r"\[pod/[\w.-]+[^\]]*\] ?",
     r"\((?:\w+ )?pid=\d+(?:, ip=[\w.:]+)?\) ?",
-    r"[\w.-]{1,80} *\| ?",  # docker compose
+    r"[\w.-]{1,80} *\| ?|\[[a-z][\w.-]*\] (?=20\d\d-)",  # docker compose
     r"\[(?!rank)[a-z]*\d+(?:\|\d+)?\]: ?",  # torchrun --tee; torch's own is the program's
     r"\[\d+,\d+\]<std(?:out|err)>: ?",
     r"\s{0,3}\d{1,5}: ?",

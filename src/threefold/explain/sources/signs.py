@@ -46,7 +46,7 @@ class EventKind(Enum):
     train\w*\.(?:py|sh|ya?ml)  [_-]train(?![a-z]|\.[cjt])  pretrain(?!ed)  pt_main_thread
     finetun  fine-tun  batch_size  local_rank  Trainer\b
     LLMEngine  raylet  ^\[[\d-]+[ ][\d:,]+[ ][A-Z][ ]\d+[ ]\d+\][ ]  -launcher-\d  capabilities: \[\[gpu  GPUs?Quota
-    nvidia\.com/gpu
+    nvidia\.com/gpu  FSDP  (?<![A-Za-z])DDP(?![A-Za-z])  TensorDict  XlaRuntimeError
     (?<![A-Za-z])[Tt]rain(?:ing|ed)? (?:pipeline|script|job|run|code|process|loop|model|stage)\b
     (?<![A-Za-z])[Tt]rain(?:ing|ed)? (?:on|my|a|the|with)\b
     """
@@ -82,6 +82,7 @@ class EventKind(Enum):
     [Ll]oss(?![a-z])  [Oo]ptimizer  backward  torchrun  [Tt]raining  [Rr]ollout  (?<![A-Za-z])GRPO  (?<![a-z])verl\b
     (?<![a-z])trl\b  openrlhf  [Tt]rainable  RayTrain  WorkerDict  trainer[._/]  \.fit\(  train_\w  in train\b
     [Mm]egatron  nemo_rl  torchtitan  torchtune  llamafactory  axolotl  fairseq  mmengine  detectron2  pytorch_lightning
+    apex[./-]  FSDP  (?<![A-Za-z])DDP(?![A-Za-z])  mm(?:det|seg)\w*/apis  pcdet
     """
     # ranks that meet
     GROUP = r"""

@@ -75,13 +75,16 @@ def raised(log: Log) -> list[Raised]:
             installed = _INSTALLED.search(frame["file"])
             _, own = frames.get(line.rank, (None, None))
             frames[line.rank] = frame, own if installed else frame
-        elif line.rank in frames and (error := _ERROR.match(line.text)):
-            innermost, own = frames.pop(line.rank)
+            continue
+        # An error's message may name a rank that the frames before it do not.
+        rank = line.rank if line.rank in frames else None
+        if rank in frames and (error := _ERROR.match(line.text)):
+            innermost, own = frames.pop(rank)
             if error["kind"].endswith(_REPORTING):
                 continue
-            if line.rank in chained:
-                chained.discard(line.rank)
-                before = [one for one in errors if one.line.rank == line.rank]
+            if rank in chained:
+                chained.discard(rank)
+                before = [one for one in errors if one.line.rank == rank]
                 if before:
                     errors.remove(before[-1])
             place = f"{own['file']}:{own['line'] or '?'} in {own['function']}" if own else None

@@ -175,6 +175,28 @@ def test_rank_of_a_host_that_its_launcher_names_first_is_told() -> None:
     assert list(found.facts) == ["local_rank 3 failed first, with exit code -11 (SIGSEGV)"]
 
 
+@pytest.mark.parametrize(
+    "line",
+    [
+        "[launch.py:434:sigkill_handler] ['python', '-u', 'train.py', '--local_rank=1'] exits with return code = -7",
+        "Global rank 2 (PID 812) of train.py exited with exit code -6",
+        "  exitcode  : -4 (pid: 812)",
+    ],
+)
+def test_negative_exit_code_of_a_crash_is_told_as_one(line: str) -> None:
+    found = explain(f"torchrun train.py\n{line}\n")
+    assert found is not None and found.known.name == "segmentation-fault"
+    own = line.replace("-7", "7").replace("-6", "6").replace("-4", "4")
+    found = explain(f"torchrun train.py\n{own}\n")
+    assert found is None or found.known.name != "segmentation-fault"
+
+
+def test_ninja_that_failed_without_its_output_is_a_build_that_failed() -> None:
+    error = "subprocess.CalledProcessError: Command '['ninja', '-v']' returned non-zero exit status 1."
+    found = explain(f"torchrun train.py\n{error}\n")
+    assert found is not None and found.known.name == "extension-build"
+
+
 _TABLE = """torchrun train.py
 Failures:
 [1]:

@@ -107,8 +107,7 @@ class Audit:
                 )
             )
         self._write(messages, problems)
-        if problems:
-            raise RunError.of(problems)
+        RunError.raise_for(problems)
         self._begin = self.place
         self._window = self._window_from(window.last_step + 1)
 

@@ -250,15 +250,14 @@ def _check_digests(line: StepsLine, start: SegmentLine, rows: Rows | None) -> No
         if line.first == line.last
         else f"steps {line.first} to {line.last}"
     )
-    if line.faults:
-        raise RunError.of(
-            Problem(
-                f"{steps}: the run itself found: {fault}",
-                "a run that reads what its order says",
-                f"resume from a checkpoint before step {line.first}: the last reading of a step counts",
-            )
-            for fault in line.faults
+    RunError.raise_for(
+        Problem(
+            f"{steps}: the run itself found: {fault}",
+            "a run that reads what its order says",
+            f"resume from a checkpoint before step {line.first}: the last reading of a step counts",
         )
+        for fault in line.faults
+    )
     indices = start.order.rows(line.place, line.last - line.first + 1)
     predicted = predicted_samples(indices, first_step=line.first, dp_size=dp)
     for dp_rank in range(max(dp, len(line.samples))):

@@ -168,8 +168,7 @@ def refuse_other(
                 seed,
             )
         )
-    if problems:
-        raise CheckpointError.of(problems)
+    CheckpointError.raise_for(problems)
 
 
 # Keys that affect training without any other trace in a run.
@@ -313,7 +312,7 @@ def refuse_unconfirmed(
 ) -> None:
     """Raises CheckpointError for the changes that must be confirmed; `exact`: of a run whose bits depend on more."""
     confirmed = (*_CONFIRMED, *(_OF_BITS if exact else ()))
-    problems = [
+    CheckpointError.raise_for(
         Problem(
             f"{change.key} = {as_yaml(change.now)}, but {checkpoint.path} was saved with {as_yaml(change.before)}",
             "the run's own value: another one changes what is trained from here on",
@@ -321,9 +320,7 @@ def refuse_unconfirmed(
         )
         for change in found
         if change.key in confirmed
-    ]
-    if problems:
-        raise CheckpointError.of(problems)
+    )
 
 
 def _other_model(

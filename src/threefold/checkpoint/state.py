@@ -208,10 +208,9 @@ def boxes_held(tensor: Tensor) -> list[tuple[Box, tuple[slice, ...]]]:
 
 def parts(state: Mapping[str, Tensor], held: Sequence[Holding], mesh: Mesh) -> list[TensorPart]:
     """Returns what this rank writes of a state, with its random states, in file order, as live views."""
-    random = random_state(mesh).items()
     alone = [
         TensorPart(name, tuple(values.shape), Box((0,), tuple(values.shape)), values)
-        for name, values in random
+        for name, values in random_state(mesh).items()
     ]
     return in_file_order([*own_parts(state, held), *alone])
 

@@ -60,17 +60,15 @@ def command(
 
     place = run_here(run, state=True)
     find(place)  # refused before anything heavy is loaded
-    largest = num_bytes(max_shard_size, option="--max-shard-size")
     with _folder_of(to) if is_address(to) else nullcontext(Path(to)) as folder:
         from threefold.export.model_folder import export
 
-        trust = trust_remote_code
         done = export(
             place,
             folder,
-            max_shard_bytes=largest,
+            max_shard_bytes=num_bytes(max_shard_size, option="--max-shard-size"),
             verify=verify,
-            trust_remote_code=trust,
+            trust_remote_code=trust_remote_code,
             adapter=adapter,
             ema=ema,
         )

@@ -194,10 +194,8 @@ def _traced(config: Config, topology: Topology) -> tuple[str, int, Flops, Traced
     transformers.utils.logging.set_verbosity_error()
     architecture = load.read_config(config.model)
     # First what cannot be traced: some of it asks the device, and there need not be one.
-    if problems := list(refused(config)) or list(
-        setup_problems(config, architecture, topology, device="cuda")
-    ):
-        raise ConfigError.of(problems)
+    ConfigError.raise_for(refused(config))
+    ConfigError.raise_for(setup_problems(config, architecture, topology, device="cuda"))
     outline: Any = load.outline(architecture, config.model)
     if config.model.lora.r:
         lora.insert(outline, config.model.lora)

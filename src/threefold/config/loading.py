@@ -278,8 +278,7 @@ def _unknown(values: Values) -> list[Problem]:
     every = every_key()
     for section, keys in values.items():
         in_section = section in Config.model_fields
-        names = _names(section, keys) if isinstance(keys, Mapping) else [section]
-        for name in names:
+        for name in _names(section, keys) if isinstance(keys, Mapping) else [section]:
             if name in every or (in_section and not isinstance(keys, Mapping)):
                 continue
             valid = every if in_section else [*Config.model_fields, *every]

@@ -419,11 +419,10 @@ def inner_sections(section: str) -> dict[str, Any]:
     fields: Mapping[str, Any] = (
         getattr(field.annotation, "model_fields", {}) if field is not None else {}
     )
-    kinds = {key: entry.annotation for key, entry in fields.items()}
     return {
         key: kind
-        for key, kind in kinds.items()
-        if isinstance(kind, type) and issubclass(kind, BaseModel)
+        for key, entry in fields.items()
+        if isinstance(kind := entry.annotation, type) and issubclass(kind, BaseModel)
     }
 
 

@@ -297,9 +297,8 @@ def _described(folder: Path, metadata: Any) -> _Native:
 
 
 def _unreadable(path: Path, error: Exception, name: str = "") -> CheckpointError:
-    reason = first_line(error)
     return CheckpointError(
-        f"{path} cannot be read{f' for {name}' if name else ''}: {reason[:200]}",
+        f"{path} cannot be read{f' for {name}' if name else ''}: {first_line(error)[:200]}",
         expected=_EXPECTED,
         fix="copy it again",
     )

@@ -153,10 +153,9 @@ def _moment(name: str) -> tuple[str, str] | None:
 
 def _best(candidates: Mapping[str, str], wanted: Wanted) -> tuple[str, Callable[[str], str]]:
     """The program whose names give the most of the weights, and the function from them to the model's."""
-    ends = [*wanted.weights][:1] + [*wanted.weights][-1:]
     prefixes = {
         plain[: -len(end)]
-        for end in ends
+        for end in [*wanted.weights][:1] + [*wanted.weights][-1:]
         for plain in candidates.values()
         if plain.endswith(f".{end}")
     }

@@ -149,12 +149,11 @@ def judge(measured: Mapping[int, Measured], *, own_links: bool) -> list[Finding]
         own_links: whether pairs have dedicated links; ranks on the CPU of one host share its cores, so that their
             pairs differ by chance.
     """
-    names = next(iter(measured.values())).axes
     findings = [
         _axis_finding(
             name, [each.axes[name] for each in measured.values() if name in each.axes]
         )
-        for name in names
+        for name in next(iter(measured.values())).axes
     ]
     pairs = {
         (rank, int(partner)): timing

@@ -126,7 +126,6 @@ def ask(program: str, *arguments: str, ends: float) -> Answer:
     if path is None:
         return Answer()
     command = [path, *arguments]
-    left_s = max(0.1, ends - time.monotonic())
     try:
         # A process that waits inside the driver cannot be killed: what it prints is read, and it is left behind.
         with subprocess.Popen(
@@ -137,7 +136,7 @@ def ask(program: str, *arguments: str, ends: float) -> Answer:
             errors="replace",
         ) as run:
             try:
-                text = run.communicate(timeout=left_s)[0]
+                text = run.communicate(timeout=max(0.1, ends - time.monotonic()))[0]
             except subprocess.TimeoutExpired:
                 run.kill()
                 run.returncode = -9  # do not wait for it

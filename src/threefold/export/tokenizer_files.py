@@ -59,7 +59,6 @@ def byte_tokenizer() -> Any:
     """Returns the tokenizer `bytes` in transformers' form: the same ids, with 256 as the end token."""
     from transformers import PreTrainedTokenizerFast
 
-    backend = byte_backend()
     return PreTrainedTokenizerFast(
-        tokenizer_object=backend, eos_token="<|end|>", clean_up_tokenization_spaces=False
+        tokenizer_object=byte_backend(), eos_token="<|end|>", clean_up_tokenization_spaces=False
     )

@@ -345,9 +345,8 @@ class MLflow:
             if "time" in metrics
             else time.time()
         )
-        now = int(logged * 1000)
         points = [
-            self._metric(name, value, now, metrics["step"])
+            self._metric(name, value, int(logged * 1000), metrics["step"])
             for name, value in _numbers(metrics).items()
         ]
         self._client.log_batch(self._id, metrics=points)

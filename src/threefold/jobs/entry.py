@@ -22,10 +22,9 @@ def command(environ: dict[str, str], folder: str) -> list[str]:
     hosts = sorted(json.loads(environ.get("SM_HOSTS", "[]")))
     if "RANK" in environ or "OMPI_COMM_WORLD_RANK" in environ or len(hosts) < 2:
         return [sys.executable, *train]
-    per_host = max(1, int(environ.get("SM_NUM_GPUS") or 0))
     place = {
         "--nnodes": str(len(hosts)),
-        "--nproc-per-node": str(per_host),
+        "--nproc-per-node": str(max(1, int(environ.get("SM_NUM_GPUS") or 0))),
         "--node-rank": str(hosts.index(environ["SM_CURRENT_HOST"])),
         "--master-addr": hosts[0],
         "--master-port": MASTER_PORT,

@@ -292,13 +292,12 @@ def _loopback_store() -> tuple[Any, int]:
     listening.bind((LOOPBACK, 0))
     listening.listen(socket.SOMAXCONN)
     port = listening.getsockname()[1]
-    patience = timedelta(seconds=30)
     store = dist.TCPStore(
         LOOPBACK,
         port,
         None,
         True,
-        patience,
+        timedelta(seconds=30),
         wait_for_workers=False,
         master_listen_fd=listening.detach(),
     )

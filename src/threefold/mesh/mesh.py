@@ -448,7 +448,6 @@ def join_mesh(
     number = store.add(f"threefold/meshes/{dist.get_rank()}", 1)
     store = dist.PrefixStore(f"mesh-{number}", store)
     rank = dist.get_rank()
-    leader = hosts.index(hosts[rank]) if hosts else rank - rank % info.local_world_size
     _active = Mesh(
         topology,
         rank,
@@ -456,7 +455,7 @@ def join_mesh(
         device_mesh,
         present,
         info.local_world_size,
-        leader,
+        hosts.index(hosts[rank]) if hosts else rank - rank % info.local_world_size,
         len(set(hosts)) or 1,
         store,
         timeout_s,

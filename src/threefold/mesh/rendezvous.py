@@ -303,10 +303,9 @@ def _given_up(
 
 
 def _reports(store: Any, keys: Sequence[str]) -> list[dict[str, Any]]:
-    texts = store.multi_get(list(keys))
     return [
         {"rank": int(key.rpartition("/")[2]), **json.loads(text)}
-        for key, text in zip(keys, texts, strict=True)
+        for key, text in zip(keys, store.multi_get(list(keys)), strict=True)
     ]
 
 

@@ -68,9 +68,8 @@ def listen_for(info: LaunchInfo) -> tuple[socket.socket, str]:
         except OSError as error:
             if error.errno != errno.EADDRNOTAVAIL:
                 raise
-    both = socket.has_dualstack_ipv6()
     return _listening(
-        socket.AF_INET6 if both else socket.AF_INET, "", info.master_port
+        socket.AF_INET6 if socket.has_dualstack_ipv6() else socket.AF_INET, "", info.master_port
     ), LOOPBACK
 
 

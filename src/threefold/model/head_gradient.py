@@ -92,8 +92,7 @@ def sums_of(
         labels: int64 [tokens].
         size: tokens at a time.
     """
-    weight = local_part(head.weight)
-    tensors = (hidden, weight, local_part(head.bias))
+    tensors = (hidden, local_part(head.weight), local_part(head.bias))
     grows = torch.is_grad_enabled()
     wanted = tuple(grows and each is not None and each.requires_grad for each in tensors)
     summed: Any = _SumsByChunks.apply(*tensors, labels, _Work(loss, bend, size, wanted))  # type: ignore[arg-type]

@@ -152,8 +152,7 @@ def _latent_forward(module: Any, axis: DeviceMesh) -> Callable[[Tensor], Tensor]
         y: Tensor = module.base_layer(x)
         if module.disable_adapters:
             return y
-        style = ALL_PARALLEL_STYLES[_LATENT]
-        return y + style.transform_output_post_forward(
+        return y + ALL_PARALLEL_STYLES[_LATENT].transform_output_post_forward(
             module.base_layer, _product(module, x), axis
         )
 

@@ -154,11 +154,10 @@ def shallow(config: PretrainedConfig, *, ranks: int = 1, leading: int = 0) -> Pr
 
 def lengths_of(config: PretrainedConfig) -> list[int]:
     """The numbers of a config, nested ones too, that a place in a row may be compared with: no sizes, no tokens."""
-    values = config.get_text_config().to_dict()
     return sorted(
         {
             number
-            for name, value in values.items()
+            for name, value in config.get_text_config().to_dict().items()
             for number in _numbers(name, value)
             if number > 1
         }

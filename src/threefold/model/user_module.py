@@ -56,13 +56,12 @@ def on_mesh(module: nn.Module, mesh: Mesh, *, dtype: str) -> Model:
     if kind == "fsdp":
         # Gathered in float32 and cast by operation: the same arithmetic as where the module is whole.
         data_parallel.shard(module, mesh, dtype=torch.float32)
-    autocast = torch.bfloat16 if dtype == "bfloat16" else None
     # As with DDP, gradients are averaged once a step (`training.gradients`), even if a rank has left some out.
     return Model(
         module,
         module,
         mesh,
-        autocast=autocast,
+        autocast=torch.bfloat16 if dtype == "bfloat16" else None,
         choices=((f"data parallelism: {kind}", why),),
         # Its original files are unknown.
         trained={f"model.{name}" for name in module.state_dict()},

@@ -103,10 +103,9 @@ class Adafactor(torch.optim.Adafactor):
     def _part(self, parameter: nn.Parameter, group: dict[str, Any]) -> _Part:
         shards = 1
         if isinstance(parameter, DTensor):
-            placed = enumerate(parameter.placements)
             shards = math.prod(
                 parameter.device_mesh.size(dim)
-                for dim, each in placed
+                for dim, each in enumerate(parameter.placements)
                 if not each.is_replicate()
             )
         world = self._mesh.world_size if self._mesh is not None else 1

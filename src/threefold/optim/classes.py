@@ -304,10 +304,9 @@ def _argument_problems(
         what = f"{config.name} has no learning rate"
         expected = "lr, which the schedule sets"
         yield to_set(what, expected, "optimizer.name", "adamw")
-    step = inspect.signature(kind.step).parameters.values()
     if any(
         each.default is inspect.Parameter.empty
-        for each in step
+        for each in inspect.signature(kind.step).parameters.values()
         if each.name not in ("self", "args", "kwargs")
     ):
         yield to_set(

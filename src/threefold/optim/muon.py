@@ -97,10 +97,10 @@ class Muon(torch.optim.AdamW):
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:
         """One update of all parameters; gradients of matrices are used up."""
-        groups = [group for group in self.param_groups if group["orthogonal"]]
         matrices = [
             (matrix, group)
-            for group in groups
+            for group in self.param_groups
+            if group["orthogonal"]
             for matrix in group["params"]
             if matrix.requires_grad or matrix.grad is not None
         ]

@@ -138,7 +138,6 @@ def duration(
     waited += reached.shown * max(0.0, sum(sent.values()) - waited)
     shard = units_of(decoder, tp, setup.shards).whole.trained_shard
     updated = shard * (_around_update(setup) + 2 * setup.moments)
-    update = 0.0 if setup.cpu_offload else updated / memory
     return Duration(
         products * batches,
         attention * batches,
@@ -146,7 +145,7 @@ def duration(
         launches,
         sent,
         waited,
-        update,
+        0.0 if setup.cpu_offload else updated / memory,
         _host(decoder, setup, shard, computing),
     )
 

@@ -68,9 +68,8 @@ class Setup:
     def sharing(self) -> str:
         """`none`, `ddp` or `fsdp`."""
         cast = self.element != 4
-        offloaded = self.cpu_offload
         return choices.data_parallel(
-            self.topology, cast=cast, offloaded=offloaded, exact=self.exact
+            self.topology, cast=cast, offloaded=self.cpu_offload, exact=self.exact
         ).value
 
     @property
@@ -82,9 +81,8 @@ class Setup:
     def working_copy(self) -> bool:
         """Whether it computes with a copy of its weights."""
         cast = self.element != 4
-        offloaded = self.cpu_offload
         return choices.working_copy(
-            self.topology, cast=cast, offloaded=offloaded, exact=self.exact
+            self.topology, cast=cast, offloaded=self.cpu_offload, exact=self.exact
         )
 
     @property

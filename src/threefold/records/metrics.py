@@ -199,9 +199,8 @@ class Metrics:
                 for number in np.unique(passes[~stands])
             }
             order = np.argsort(steps[stands], kind="stable")
-            now = Points(steps[stands][order], values[stands][order])
             self._stands[name] = (
-                now,
+                Points(steps[stands][order], values[stands][order]),
                 {number: Points(steps[old], values[old]) for number, old in gone.items()},
             )
         return self._stands[name]

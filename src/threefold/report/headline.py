@@ -156,14 +156,13 @@ def compared(runs: Sequence[RunFacts]) -> dict[str, Html]:
             measured(name, last.get(name)) or "-"
             for name in ("step", "loss", "tokens_per_s", "tokens")
         ]
-        scores = [_score(facts, name) for name in tasks]
         rows.append(
             (
                 facts.name,
                 facts.state,
                 *cells,
                 f"{best[1]:.4f} (step {best[0]:,})" if best else "-",
-                *scores,
+                *(_score(facts, name) for name in tasks),
             )
         )
     named = [name.removeprefix(TASK) for name in tasks]

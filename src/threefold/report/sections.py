@@ -192,11 +192,10 @@ def _numbers(facts: RunFacts) -> Html:
         return Html()
     head = ("number", "logged", "first", "last", "smallest", "largest", "not finite")
     more = sorted(left_out(facts.metrics))
-    note = tag("p", f"Too many to show: {', '.join(more)}") if more else ""
     inside = details(
         "All numbers, unrounded",
         table("Every curve in numbers", head, rows),
-        note,
+        tag("p", f"Too many to show: {', '.join(more)}") if more else "",
         name="numbers",
     )
     return section("numbers", "Curves in numbers", inside)
@@ -227,11 +226,10 @@ def _standing_out(facts: RunFacts, reasons: Reasons) -> Html:
     if not rows:
         return section("why", "What stands out, and why", tag("p", "nothing unusual"), notes)
     see = tag("p", "Choose a step in a chart to see what it read.")
-    head = ("step", "what, and the evidence")
     return section(
         "why",
         "What stands out, and why",
-        table("The most important first", head, rows),
+        table("The most important first", ("step", "what, and the evidence"), rows),
         more,
         notes,
         see,

@@ -70,10 +70,9 @@ def drawn(now: Points, replaced: Mapping[int, Points], *, most: int) -> dict[str
     """
     curve = _plain(thinned(now, most))
     room = max(20, most // 4 // max(1, len(replaced)))
-    newest = list(replaced.items())[-_MOST_REPLACED:]
     curve["old"] = [
         {"pass": number, **_plain(thinned(points, room))}
-        for number, points in newest
+        for number, points in list(replaced.items())[-_MOST_REPLACED:]
     ]  # fmt: skip
     if len(now.steps) > most:
         curve["mean"] = _plain(means(now, most))
@@ -208,8 +207,7 @@ def _pair(points: Points, at: int | np.int64) -> tuple[int, float]:
 
 
 def _plain(points: Points) -> dict[str, Any]:
-    values = points.values.tolist()
-    return {"x": points.steps.tolist(), "y": [short(value) for value in values]}
+    return {"x": points.steps.tolist(), "y": [short(value) for value in points.values.tolist()]}
 
 
 def short(value: float) -> float | int | None:

@@ -73,9 +73,8 @@ def report_failure(
     first = _is_first_failure(error, mesh, rank, watch)
     # Ranks of a launcher have a file each; those that are started here have one, in which the first one's error stays.
     if keep is not None and (first or not Path(keep).exists()):
-        what = f"a rank failed: {type(error).__name__}: {' '.join(str(error).split())[:500]}"
         other = RunError(
-            what,
+            f"a rank failed: {type(error).__name__}: {' '.join(str(error).split())[:500]}",
             expected="all ranks to run until the end",
             fix="see the traceback that it printed",
         )

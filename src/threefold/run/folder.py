@@ -123,13 +123,12 @@ class RunFolder:
     @classmethod
     def from_values(cls, values: dict[str, Any]) -> RunFolder:
         candidates = tuple(Checkpoint(Path(path), step) for path, step in values["candidates"])
-        origin = Origin(**values["origin"]) if values["origin"] is not None else None
         return cls(
             Path(values["path"]),
             None,
             candidates,
             values["asked"],
-            origin,
+            Origin(**values["origin"]) if values["origin"] is not None else None,
             program=values["program"],
         )
 
@@ -401,10 +400,9 @@ def _refuse_inside(path: Path, words: Words) -> None:
 
 def _refuse_filled(path: Path, words: Words) -> None:
     """Raises ConfigError for a folder with files that no run, and no job before it, has written."""
-    names = sorted(path.iterdir()) if path.is_dir() else []
     others = [
         each.name
-        for each in names
+        for each in (sorted(path.iterdir()) if path.is_dir() else [])
         if each.name not in _NOT_YET_A_RUN
         and each.suffix not in _OUTPUTS
         # The second is of a start that ended while it was written.

@@ -74,13 +74,12 @@ def run_rank(loaded: LoadedConfig, topology: Topology, why: str) -> int:
         info.rank, stall_s=config.log.stall_s, timeout_s=timeout_s, pulse=pulse
     ) as watch:
         try:
-            facts = facts_of(config)
             mesh = join_mesh(
                 topology,
                 info,
                 device=asked.device,
                 timeout_s=asked.timeout_s,
-                facts=facts,
+                facts=facts_of(config),
                 met=watch.begin,
             )
             watch.mesh = mesh

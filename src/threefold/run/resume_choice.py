@@ -103,8 +103,7 @@ def unnamed(path: Path, words: Words = _COMMAND) -> ConfigError:
     what = f"{path} has a run's files, but no {RUN_FILE} that names the run"
     expected = f"{RUN_FILE}, which a run's folder has from its first start: a copy may have left it out"
     journal = Journal(path)
-    checkpoints = CheckpointFolder(path).all()
-    authors = [each.author for each in checkpoints]
+    authors = [each.author for each in CheckpointFolder(path).all()]
     starts = [line.get("run") for line in journal.starts()]
     ids = sorted(
         {

@@ -151,9 +151,8 @@ class Run:
         self.mesh = mesh or active_mesh() or init_mesh()
         self._own_watch, self._last = watch is None, last
         timeout_s = self.config.train.timeout_s or REPORT_BEFORE * self.mesh.timeout_s
-        stall_s = self.config.log.stall_s
         self.watch = watch or Watchdog(
-            self.mesh.rank, stall_s=stall_s, timeout_s=timeout_s, program=True
+            self.mesh.rank, stall_s=self.config.log.stall_s, timeout_s=timeout_s, program=True
         )
         self._slowest = Slowest(self.mesh, notice=self._late)
         self.say: Callable[[str], None] = print if self.mesh.rank == 0 else lambda line: None
@@ -197,8 +196,7 @@ class Run:
             # Opening the store has locked the folder.
             lock = self._lock if not self._lock.held else None
             opened = partial(open_run, self.config, lock, program=self._program)
-            values = self.mesh.share("run", lambda: opened().to_values())
-            folder = RunFolder.from_values(values)
+            folder = RunFolder.from_values(self.mesh.share("run", lambda: opened().to_values()))
             require_shared(folder.path, self.mesh, Words(self._program))
             end = log_to_file(folder.path, self.mesh.rank)
             if self._program:

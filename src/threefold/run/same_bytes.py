@@ -40,11 +40,10 @@ def of_one_copy(open_rows: Callable[[], Rows], keys: Sequence[str], mesh: Mesh) 
 
     def describe() -> dict[str, Any]:
         opened.append(rows := open_rows())
-        digests = list(digests_of(rows).values())
         return {
             "host": mesh.host,
             "rows": rows.fingerprint,
-            "digests": digests,
+            "digests": list(digests_of(rows).values()),
         }
 
     mismatch = mesh.decide_on("bytes", describe, _others)

@@ -222,10 +222,9 @@ def with_rows(config: Config, handed: Mapping[str, Any]) -> Config:
     for name in handed:
         section, _, key = PLACES[name].partition(".")
         if getattr(getattr(config, section), key) != place_of(name):
-            both = f"{name}= and {PLACES[name]} are both given"
             problems.append(
                 Problem(
-                    both,
+                    f"{name}= and {PLACES[name]} are both given",
                     f"one of them: {name}=, or {PLACES[name]}",
                     f"leave {PLACES[name]} out",
                 )

@@ -210,10 +210,9 @@ def _without_gradient() -> ConfigError:
 
 
 def _leaves(outputs: Any) -> list[Tensor]:
-    plain = dict(outputs) if isinstance(outputs, Mapping) else outputs
     return [
         leaf
-        for leaf in tree_leaves(plain)
+        for leaf in tree_leaves(dict(outputs) if isinstance(outputs, Mapping) else outputs)
         if isinstance(leaf, Tensor) and leaf.is_floating_point()
     ]
 

@@ -64,11 +64,10 @@ class Anomaly:
 
     def to_values(self) -> dict[str, Any]:
         """Plain values, ready for JSON."""
-        score = self.score if np.isfinite(self.score) else str(self.score)
         values = {
             "kind": self.kind,
             "steps": self.steps,
-            "score": score,
+            "score": self.score if np.isfinite(self.score) else str(self.score),
             "what": self.what,
             "facts": self.facts,
         }
@@ -220,8 +219,7 @@ def _before(run: Lookback, step: int) -> Iterator[str]:
             )
     steps, norms, scores, risen = _norms_of(run)
     high = (scores >= NORM) & (risen >= np.log(_LEAST_FACTOR))
-    near = (steps < step) & (steps >= step - 3) & high
-    for each in np.flatnonzero(near).tolist():
+    for each in np.flatnonzero((steps < step) & (steps >= step - 3) & high).tolist():
         yield f"step {int(steps[each])} had a gradient norm of {norms[each]:.3g}: the update after it was unusual"
 
 

@@ -165,10 +165,9 @@ def quotas(weights: Sequence[Fraction]) -> tuple[int, ...]:
 def _check_kept(weights: Mapping[str, Fraction], turns: Sequence[int]) -> None:
     """Refuse weights of which the turns keep less than 1 part in 10^9, by name (ConfigError)."""
     total, period = sum(weights.values()), sum(turns)
-    pairs = zip(weights.items(), turns, strict=True)
     lost = {
         name: weight / total
-        for (name, weight), count in pairs
+        for (name, weight), count in zip(weights.items(), turns, strict=True)
         if _KEPT_TO * abs(count * total - weight * period) > weight * period
     }
     if lost:

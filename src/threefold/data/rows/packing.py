@@ -139,15 +139,14 @@ class Packing:
         if not self.document_mask:
             what = "true: two answers in a row must not attend to each other"
             wrong.append(("document_mask", "false", what, "document_mask true"))
-        if wrong:
-            raise ConfigError.of(
-                Problem(
-                    f"data.{key} = {value} with pairs of answers (preference)",
-                    f"data.{key} {expected}",
-                    f"leave data.{key} out, or --data.{fix}",
-                )
-                for key, value, expected, fix in wrong
+        ConfigError.raise_for(
+            Problem(
+                f"data.{key} = {value} with pairs of answers (preference)",
+                f"data.{key} {expected}",
+                f"leave data.{key} out, or --data.{fix}",
             )
+            for key, value, expected, fix in wrong
+        )
 
 
 def open_rows(

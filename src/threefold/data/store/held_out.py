@@ -65,10 +65,9 @@ class StoreSide(TokenStore):
     def places(self, start: int, stop: int) -> list[tuple[int, int]]:
         """As `TokenStore`."""
         first, last = np.searchsorted(self._offsets, (start, stop), side="right").tolist()
-        borders = [start, *self._offsets[first:last].tolist(), stop]
         return [
             (at := int(self._of_whole(np.array([begin]))[0]), at + end - begin)
-            for begin, end in pairwise(borders)
+            for begin, end in pairwise([start, *self._offsets[first:last].tolist(), stop])
             if end > begin
         ]
 

@@ -149,8 +149,7 @@ class Files:
             else:
                 size = file.size_bytes
                 pieces.append(Piece(i, 0, size, size))
-        if problems:
-            raise DataError.of(problems[:MAX_PROBLEMS])
+        DataError.raise_for(problems[:MAX_PROBLEMS])
         return pieces
 
     def read(self, piece: Piece, log: ReadLog) -> Iterator[Document]:

@@ -146,8 +146,7 @@ class PreparedEvaluationLoader(EvaluationLoader):
         for step, (numbers, batch, *_) in enumerate(self._tracked()):
             self.rows = int((numbers >= 0).sum())
             real = self._blocks.real(step)
-            places = self._blocks.block(step) * self._axis.dp_size
-            self.remainder = real if real < places else 0
+            self.remainder = real if real < self._blocks.block(step) * self._axis.dp_size else 0
             kept = _ignored_after(self.rows, batch) if self.rows < len(numbers) else batch
             yield on_device(kept, self._accelerator)
 

@@ -152,14 +152,13 @@ class OrderAudit:
             # With ignore_data_skip, transformers restarts the epoch that the number of steps falls into.
             place["epoch"] = done // math.ceil(len(loader) / args.gradient_accumulation_steps)
         sampler = loader.sampler
-        sizes = (
+        order = Order(
             sampler.epoch_size,
             sampler.global_batch,
             sampler.seed,
             sampler.shuffle,
             sampler.tail,
         )
-        order = Order(*sizes)
         at = Place(place["epoch"], place["position"])
         start = SegmentLine.of(
             order, at, first_step=done + 1, topology=loader.axis.topology, every=every

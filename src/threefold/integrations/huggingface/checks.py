@@ -233,11 +233,10 @@ def _sharded(model: Any, args: Any) -> Iterator[Problem]:
 
 def _reduced_again(model: nn.Module) -> str:
     """The kinds of layers whose gradients a plan of transformers reduces in a hook; `` if there are none."""
-    plan = getattr(model, "tp_plan", None) or {}
     return ", ".join(
         sorted(
             name.split(".")[-1]
-            for name, style in plan.items()
+            for name, style in (getattr(model, "tp_plan", None) or {}).items()
             if "with_grad_allreduce" in style
         )
     )

@@ -91,10 +91,9 @@ def problems(trainer: Any) -> Iterator[Problem]:
 
 def _config_of(model: Any, dtype: str = "float32") -> Config:
     """What `threefold train` would be asked for, with rows that hold documents and padding."""
-    remote = not type(model).__module__.startswith("transformers.")
     asked = {
         "name_or_path": model.name_or_path or None,
-        "trust_remote_code": remote,
+        "trust_remote_code": not type(model).__module__.startswith("transformers."),
         "dtype": dtype,
     }
     return validate({"model": asked, "data": {"packing": "none", "document_mask": True}})

@@ -97,10 +97,9 @@ class RowCounter:
     def save(self, checkpoint: Path) -> None:
         """Saves what this epoch has read with the checkpoint."""
         if self._rank == 0 and checkpoint.is_dir():
-            bits = np.packbits(self._seen)
             np.savez(
                 checkpoint / FILE,
-                bits=bits,
+                bits=np.packbits(self._seen),
                 rows=len(self._seen),
                 whole=self._complete_since_head,
             )
@@ -158,10 +157,9 @@ def _of_all_ranks(
     padded = np.full(max(int(own.sum()) for own in sizes), -1, np.int64)
     own = np.array([row for rows in steps for row in rows], np.int64)
     padded[: len(own)] = own
-    read = gather(padded)
     of_ranks = [
         np.split(rows[: own.sum()], own.cumsum()[:-1])
-        for rows, own in zip(read, sizes, strict=True)
+        for rows, own in zip(gather(padded), sizes, strict=True)
     ]
     return [list(of_step) for of_step in zip(*of_ranks, strict=True)] if steps else []
 

@@ -168,10 +168,9 @@ def data_path(source: str, environ: Environ) -> str:
     # SageMaker's variables have the names in upper case.
     if (folder := channels.get(name.lower())) is not None:
         return str(folder)
-    expected = f"one of {', '.join(CHANNEL + each for each in sorted(channels))}"
     raise DataError(
         f"data.source = {source!r}, but this process has no such channel",
-        expected=expected
+        expected=f"one of {', '.join(CHANNEL + each for each in sorted(channels))}"
         if channels
         else "a SageMaker job, which sets SM_HPS and SM_CHANNEL_NAME for each channel",
         fix=f"threefold submit sagemaker ... --channel {name}=s3://BUCKET/PREFIX, or a folder as --data.source",

@@ -100,11 +100,10 @@ class Pulse:
     def address(self) -> dict[str, Any]:
         """Where other processes of this host find it."""
         process = os.getpid()
-        started = state_of(f"/proc/{process}")[1]
         return {
             "here": environment.namespace_here("pid"),
             "process": process,
-            "since": started,
+            "since": state_of(f"/proc/{process}")[1],
             "file": self._file,
             "stack": self._stack,
         }
@@ -261,11 +260,10 @@ class Witness:
         kills = memory_kills() - self._kills
         if kills and code == -signal.SIGKILL:
             how = "memory"
-        host = environment.current().host
         ending = Ending(
             how,
             (rank,) if rank >= 0 else (),
-            host,
+            environment.current().host,
             abs(code),
             place.name,
             place.step,

@@ -155,9 +155,8 @@ class Stall:
         """How a run has ended that this stall ended."""
         ranks = (*(seen.report.rank for seen in self.late), *self.missing)
         first = self.late[0].report if self.late else Report(0, "", 0, 0, 0, "rendezvous")
-        how = "worker" if self._waits_for_worker else "stall"
         return Ending(
-            how,
+            "worker" if self._waits_for_worker else "stall",
             ranks,
             first.host,
             phase=first.phase,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import subprocess
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -296,3 +297,32 @@ def test_other_groups_of_an_optimizer_are_not_given_the_settings_of_its_paramete
     for name, other in others.items():
         with pytest.raises(CheckpointError, match="was saved with other groups of parameters"):
             threefold.load(tmp_path / name, model=model, optimizer=other)
+
+
+SGD, AdamW = torch.optim.SGD, torch.optim.AdamW
+
+
+@pytest.mark.parametrize(
+    ("saved", "loaded", "what"),
+    [
+        (partial(SGD, lr=0.1), partial(AdamW, lr=0.1, amsgrad=True), ("SGD", "AdamW")),
+        (
+            partial(SGD, lr=0.1),
+            partial(SGD, lr=0.1, momentum=0.9),
+            ("SGD", "SGD with momentum"),
+        ),
+        (partial(AdamW, lr=0.1), partial(torch.optim.RAdam, lr=0.1), ("AdamW", "RAdam")),
+    ],
+)
+def test_another_optimizer_does_not_get_the_settings_that_were_saved(
+    mesh: Any, tmp_path: Path, saved: Any, loaded: Any, what: tuple[str, str]
+) -> None:
+    model, _ = loop(mesh)
+    path = tmp_path / "checkpoints/step-00000001"
+    threefold.save(tmp_path, model=model, step=1, optimizer=saved(model.parameters()))
+    with pytest.raises(CheckpointError) as refused:
+        threefold.load(tmp_path, model=model, optimizer=loaded(model.parameters()))
+    assert refused.value.problems[0].what == (
+        f"{path} was saved with the optimizer {what[0]}, and this one is {what[1]}"
+    )
+    assert threefold.load(tmp_path, model=model, optimizer=saved(model.parameters())).step == 1

@@ -215,6 +215,58 @@ def test_weights_trained_beside_adapters_are_saved_when_they_are_frozen_again(
         assert all((each == first).all() for each in ranks)
 
 
+def _begun_beside_adapters(
+    sizes: dict[str, int], folder: str, until: int
+) -> tuple[list[Any], str]:
+    """The numbers of steps of which the second is the first that trains the norm, and what going back says."""
+    import torch
+
+    import threefold
+
+    mesh = threefold.init_mesh(**sizes)
+    model = threefold.load_model(
+        config=TINY_LLAMA, mesh=mesh, admission="off", lora={"r": 2}, dtype="float32"
+    )
+    norm = next(each for name, each in model.named_parameters() if name == "model.norm.weight")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    step = threefold.TrainStep(model, optimizer)
+    norm.requires_grad_(until > 1)
+    found = threefold.load(folder, model=model, optimizer=step)
+    numbers = []
+    for number in range(found.step if found else 0, until):
+        norm.requires_grad_(number > 0)
+        batch = loops.share(loops.batches(until)[number], mesh)
+        batch.pop("weights")
+        numbers.append(tuple(step(batch)))
+    if until == 1:
+        threefold.save(folder, model=model, step=until, optimizer=step)
+        return numbers, ""
+    norm.requires_grad_(False)
+    try:
+        threefold.load(folder, model=model, optimizer=step)
+        return numbers, ""
+    except threefold.errors.CheckpointError as error:
+        return numbers, error.problems[0].what
+    finally:
+        mesh.close()
+
+
+def test_base_weights_begin_when_they_are_trained_after_a_save_of_adapters(
+    tmp_path: Path,
+) -> None:
+    sizes = {"dp": 2, "dp_shard": 2}
+    unbroken, said = run_ranks(_begun_beside_adapters, 1, {}, str(tmp_path / "whole"), 3)[0]
+    assert said == ""  # nothing was saved
+    begun, _ = run_ranks(_begun_beside_adapters, 2, sizes, str(tmp_path), 1)[0]
+    for there in (sizes, {}):
+        ended = run_ranks(_begun_beside_adapters, ranks_of(there), there, str(tmp_path), 3)
+        for rest, said in ended:
+            for numbers, expected in zip(begun + rest, unbroken, strict=True):
+                assert numbers == pytest.approx(expected, rel=1e-4)
+            # The base is no longer in memory.
+            assert said.startswith("the checkpoint has nothing for model.model.norm.weight")
+
+
 def _unfreezing(sizes: dict[str, int], folder: str, until: int) -> list[tuple[float, float]]:
     """The numbers of steps of which the third is the first that trains layer 0; it is saved after the last."""
     import torch

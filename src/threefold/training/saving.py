@@ -51,6 +51,7 @@ from threefold.errors import (
 from threefold.jsonl import Values
 from threefold.model import load as weights
 from threefold.model.model import Model, check_model
+from threefold.model.weight_check import is_adapter
 from threefold.optim.build import begin_state
 from threefold.training.step import TrainStep
 
@@ -242,8 +243,19 @@ def read(checkpoint: Checkpoint, held: Held) -> Loaded:
                 expected="its moments, without which this one would start over",
                 fix="load without optimizer=   (and from now on threefold.save(..., optimizer=optimizer))",
             )
+        if (kind := saved["optimizer"].get("kind")) not in (None, _kind_of(inner)):
+            raise CheckpointError(
+                f"{checkpoint.path} was saved with the optimizer {kind}, and this one is {_kind_of(inner)}",
+                expected="the same optimizer, which continues with the state and the settings of its groups",
+                fix="make the optimizer that was saved, or load without optimizer=, to begin with another one",
+            )
         begin_state(model.module, inner, index)
-    state = _state(model, inner, index.entries)
+    state = _state(model, inner, {*index.entries, *model.trained})
+    # A base weight that was never trained has the value of the base, from which it will be.
+    if any(map(is_adapter, state)):
+        for name in state.keys() - index.entries.keys() - model.trained:
+            if name.startswith("model.") and not is_adapter(name):
+                del state[name]
     run_state.fit(
         state,
         index,
@@ -455,7 +467,26 @@ def rates_of(
         for group, names in zip(inner.param_groups, _names_of(inner, model), strict=True)
     ]
     own = optimizer if isinstance(optimizer, TrainStep) else None
-    return {"lr": own and own.lr, "weight_decay": own and own.given_decay, "groups": groups}
+    return {
+        "kind": _kind_of(inner),
+        "lr": own and own.lr,
+        "weight_decay": own and own.given_decay,
+        "groups": groups,
+    }
+
+
+def _kind_of(optimizer: torch.optim.Optimizer) -> str:
+    """Its class, whichever of our implementations a mesh has, and whether it has momentum: its state alone cannot say.
+
+    An optimizer without a state would take any for one that has not begun.
+    """
+    name = next(
+        each.__name__
+        for each in type(optimizer).__mro__
+        if not each.__module__.startswith("threefold.")
+    )
+    momentum = any(group.get("momentum") for group in optimizer.param_groups)
+    return name.removesuffix("8bit") + " with momentum" * momentum
 
 
 def _names_of(optimizer: torch.optim.Optimizer, model: Model) -> list[list[str]]:
@@ -510,14 +541,14 @@ def _of_parameters(names: list[str], group: Values, saved: Iterable[Values]) -> 
     """The values saved for all parameters of a group of a named optimizer; on another mesh its groups differ."""
     parts = [each for each in saved if not set(names).isdisjoint(each["params"])]
     settings = [{**each, "params": None} for each in parts]
-    same = settings and "lr_share" in group and all(each == settings[0] for each in settings)
-    if not same or set(names) - {name for each in parts for name in each["params"]}:
-        return None
-    return (
-        settings[0]
-        if all(settings[0].get(key) == group.get(key) for key in ("label", "weight_decay"))
-        else None
+    fits = (
+        settings
+        and "lr_share" in group
+        and all(each == settings[0] for each in settings)
+        and not set(names) - {name for each in parts for name in each["params"]}
+        and all(settings[0].get(key) == group.get(key) for key in ("label", "weight_decay"))
     )
+    return settings[0] if fits else None
 
 
 def _shown(groups: Iterable[tuple[str, ...]]) -> str:

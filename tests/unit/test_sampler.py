@@ -323,6 +323,23 @@ def test_a_state_taken_at_the_end_of_an_epoch() -> None:
     assert (ranks[0].state_dict()["epoch"], ranks[0].state_dict()["position"]) == (1, 0)
 
 
+@pytest.mark.parametrize("tail", ["exact", "pad", "drop"])
+def test_a_position_after_the_end_of_an_epoch_is_refused(tail: Any) -> None:
+    """The rows left would be none, without a word; what pads the last round is no position of its own."""
+    ranks = samplers(10, 4, tail=tail)
+    iterator = iter(ranks[0])
+    for _ in range(ranks[0].num_samples):
+        next(iterator)
+    state = ranks[0].state_dict()
+    assert state["position"] == (8 if tail == "drop" else 10)
+    (other,) = samplers(10, 1, tail=tail)
+    other.load_state_dict(state)
+    assert len(list(other)) == 10 - state["position"]
+    with pytest.raises(DataError) as refused:
+        other.load_state_dict({**state, "position": 11})
+    assert refused.value.problems[0].what == "the saved state is at position 11 of epoch 0"
+
+
 def test_the_newest_of_two_iterators_counts() -> None:
     (rank,) = samplers(10, 1)
     old, new = iter(rank), iter(rank)

@@ -19,6 +19,7 @@ before it does.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -243,12 +244,11 @@ def _windows(order: Order, epoch: int) -> Windows:
         order.lengths,
         -epoch * order.num_rows % order.global_batch if order.tail == "carry" else 0,
     )
-    seed = seed_of("batches of like length", order.seed, epoch)
     return Windows(
         order.num_rows,
         order.global_batch,
         head,
-        seed,
+        seed_of("batches of like length", order.seed, epoch),
         lambda places: lengths(order._rows_in(epoch, places)),
     )
 
@@ -299,13 +299,13 @@ class Cursor:
         check_order_version(state["order_version"])
         return cls(state["epoch"], state["position"], dict(state["fingerprint"]))
 
-    def check(self, fingerprint: Mapping[str, Plain]) -> None:
-        """Refuse to resume in another order: a DataError with one problem for each value that differs."""
+    def check(self, fingerprint: Mapping[str, Plain], *, end: float = math.inf) -> None:
+        """Refuse to resume in another order, or after the `end` of an epoch: a DataError that names what differs."""
         pairs = {
             name: (self.fingerprint.get(name, _ABSENT), fingerprint.get(name, _ABSENT))
             for name in {**self.fingerprint, **fingerprint}
         }
-        problems = [
+        DataError.raise_for(
             Problem(
                 f"the saved state has {name} = {saved}, but here {name} = {current}",
                 f"the same {name}: in another order the saved position would repeat some samples and never read others",
@@ -313,9 +313,13 @@ class Cursor:
             )
             for name, (saved, current) in pairs.items()
             if saved != current
-        ]
-        if problems:
-            raise DataError.of(problems)
+        )
+        if self.position > end:
+            raise DataError(
+                f"the saved state is at position {self.position:,} of epoch {self.epoch:,}",
+                expected=f"a position among the {end:,} rows of an epoch",
+                fix="load the state that the same sampler or loader saved, or start a new run",
+            )
 
 
 def skips_ahead(
@@ -332,7 +336,7 @@ def skips_ahead(
         ConfigError: a range begins with a step that is done.
     """
     ahead = [(first, last) for first, last in skip if (first, last) not in set(left_out)]
-    problems = [
+    ConfigError.raise_for(
         Problem(
             f"data.skip has [{first}, {last}], but step {first} is done: the run resumes with step {first_step}",
             "ranges of future steps: batches that were trained on cannot be left out afterwards",
@@ -340,9 +344,7 @@ def skips_ahead(
         )
         for first, last in ahead
         if first < first_step
-    ]
-    if problems:
-        raise ConfigError.of(problems)
+    )
     return {first: (first, last) for first, last in ahead}
 
 

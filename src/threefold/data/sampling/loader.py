@@ -215,13 +215,7 @@ class TokenLoader:
             DataError: it is of other data, another seed or order, or of a version that this release does not know.
         """
         cursor = Cursor.from_state_dict(state)
-        cursor.check(self.fingerprint())
-        if self.order.mixture is None and cursor.position > self.order.num_rows:
-            raise DataError(
-                f"the saved state is at position {cursor.position:,} of epoch {cursor.epoch:,}",
-                expected=f"a position among the {self.order.num_rows:,} rows of an epoch",
-                fix="load the state that the loader saved, or start a new run",
-            )
+        cursor.check(self.fingerprint(), end=self.order.epoch_size)
         self._place = cursor.place
         try:
             self.left_out = [

@@ -240,7 +240,7 @@ class DistributedSampler(torch.utils.data.DistributedSampler[int]):
             DataError: not a state of a sampler, or one of another seed, data, size or order.
         """
         cursor = Cursor.from_state_dict(state)
-        cursor.check(self._made_from)
+        cursor.check(self._made_from, end=self.epoch_size)
         self.epoch = self._loaded = cursor.epoch
         self._begin = cursor.position
         self._pass = None
@@ -260,8 +260,8 @@ class DistributedSampler(torch.utils.data.DistributedSampler[int]):
         """(epoch, global position) of the next sample."""
         if (now := self._pass) is None:
             return self.epoch, self._begin
-        position = now.begin + now.had * self.num_replicas
-        return now.epoch, min(position, self.epoch_size) if self.tail == "exact" else position
+        # After it there are repeated samples alone, as many as this number of replicas needs.
+        return now.epoch, min(now.begin + now.had * self.num_replicas, self.epoch_size)
 
     def _set_draws(
         self, weights: Sequence[float] | Array | None, num_samples: int | None

@@ -218,6 +218,9 @@ def test_world_size_is_the_product_or_an_error(
 
 def test_sizes_that_do_not_fit_are_refused() -> None:
     assert sizes(dp=4, dp_shard=3) == "mesh.dp_shard = 3 does not divide mesh.dp = 4"
+    with pytest.raises(ConfigError) as refused:
+        resolve(MeshConfig(dp=1, dp_shard=2))
+    assert refused.value.problems[0].fix == "--mesh.dp_shard 1"
     assert sizes(dp=2, dp_shard=4) == "mesh.dp_shard = 4 does not divide mesh.dp = 2"
     assert (
         sizes(dp="auto", cp="auto")

@@ -111,7 +111,7 @@ def resolve(
         raise ConfigError(
             f"mesh.dp_shard = {shard} does not divide mesh.dp = {dp}",
             expected="dp = dp_replicate x dp_shard: 1 (DDP), dp (FSDP), or a divisor of dp between (HSDP)",
-            fix=f"--mesh.dp_shard {dp}   (or 1)",
+            fix=f"--mesh.dp_shard {dp}" + "   (or 1)" * (dp > 1),
         )
     topology = Topology(dp_replicate=dp // shard, dp_shard=shard, cp=cp, tp=tp)
     if launched_world_size is not None and topology.world_size != launched_world_size:

@@ -128,7 +128,7 @@ def test_eval_is_the_loss_that_training_measured_on_any_mesh(
     before = {path: path.stat().st_mtime_ns for path in run.rglob("*")}
     trained = next(line["eval_loss"] for line in metrics(run) if "eval_loss" in line)
     for mesh in (
-        ("--mesh.dp", "1"),
+        ("--mesh.dp", "3"),  # which does not divide the global batch
         ("--mesh.dp", "2", "--mesh.dp_shard", "2"),
         ("--mesh.dp", "1", "--mesh.tp", "2"),
     ):

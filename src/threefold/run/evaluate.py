@@ -23,6 +23,7 @@ from threefold.mesh.topology import Topology
 from threefold.model import float8, load
 from threefold.model.build import build
 from threefold.model.model import Model
+from threefold.plan import choices
 from threefold.progress_bars import Bars
 from threefold.run import assemble
 from threefold.run.dpo import evaluation_of, pairs_of
@@ -43,8 +44,13 @@ def evaluate_rank(
         ema: evaluate the moving average of the weights.
         values: print JSON.
     """
-    # No optimizer steps here: the run's own may not be one for this mesh, or this machine.
-    config = float8.without(loaded.config).changed(optimizer={"name": "adamw", "options": {}})
+    # No optimizer steps here: the run's own may not be one for this mesh or this machine, nor its global batch.
+    config = float8.without(loaded.config).changed(
+        optimizer={"name": "adamw", "options": {}},
+        train={
+            "global_batch": topology.dp * choices.micro_batch(loaded.config, topology).value
+        },
+    )
 
     def work(mesh: Mesh) -> int:
         metrics = _evaluated(asked_of(config, mesh), mesh, checkpoint, ema=ema)
@@ -87,8 +93,7 @@ def _evaluated(asked: Asked, mesh: Mesh, checkpoint: Checkpoint, *, ema: bool) -
     refuse_other_code(manifest, load.own_code(model.module), config, checkpoint)
     means = {}
     if rows is not None:
-        bars = Bars(quiet=mesh.rank != 0)
-        batches = assemble.held_out_batches(config, rows, mesh, bars)
+        batches = assemble.held_out_batches(config, rows, mesh, Bars(quiet=mesh.rank != 0))
         means = eval_metrics(evaluate, batches())
     return {**means, **(EvalTasks(config, model)(checkpoint.step) if config.eval.tasks else {})}
 

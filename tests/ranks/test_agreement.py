@@ -45,9 +45,18 @@ def _later(sizes: dict[str, int]) -> list[Any]:
     model.train(mesh.rank == 0)  # as after an evaluation that the other forgot to end
     said_of_mode = _said(lambda: step(second))
     model.train()
+    part = model.module.model.layers[0].mlp  # as a hook does that freezes a part
+    part.train(mesh.rank == 0)
+    said_of_part = _said(lambda: step(second))
+    model.train()
     before = [loops.whole(values) for values in model.parameters()]
     said = {
         "mode": said_of_mode,
+        "part": said_of_part,
+        "modules": {
+            name: len([*each.modules()])
+            for name, each in (("mode", model.module), ("part", part))
+        },
         "rows": _said(lambda: step(other)) if mesh.dp_size == 1 else "",
         "pieces": _said(lambda: step(uneven)),
         "batch": _said(lambda: step(bad)),
@@ -87,10 +96,11 @@ def test_a_later_batch_that_is_wrong_is_named_on_every_rank(
     sizes: dict[str, int], alone: list[float]
 ) -> None:
     for said, losses in run_ranks(_later, 2, sizes, timeout_s=60):
-        different = (
-            "ranks are not in the same call: rank 0 is in step 2, rank 1 in eval-mode step 2"
-        )
-        assert said["mode"] == different
+        for mode in ("mode", "part"):
+            assert said[mode] == (
+                "ranks are not in the same call: rank 0 is in step 2, "
+                f"rank 1 in eval-mode ({said['modules'][mode]} modules) step 2"
+            )
         if "dp" not in sizes:
             same = "ranks 0 and 1 belong to dp rank 0 and give different rows to step 2"
             assert said["rows"] == f"{same}: row 0 of input_ids"

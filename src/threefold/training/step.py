@@ -338,7 +338,9 @@ class TrainStep:
         if not together:
             return begin()[0], None
         self.progress.enter("exchange")
-        call = "step" if self.model.module.training else "eval-mode step"
+        # A rank may also leave a part of the model in eval mode.
+        still = sum(not each.training for each in self.model.module.modules())
+        call = f"eval-mode ({still} modules) step" if still else "step"
         batches, count = self._mesh.agree(call, number, begin)
         return batches, None if own_loss else torch.full((), count, device=self._mesh.device)
 

@@ -308,18 +308,25 @@ def _without_labels(folder: str, labels: bool, micro_batch: int) -> Any:
         causal_model(),
         arguments(folder, **settings(micro_batch)),
         train_dataset=rows,
+        eval_dataset=rows,
         compute_loss_func=_own_loss,
     )
     trainer.train()
-    return curve_of(trainer.state.log_history)
+    evaluated = trainer.evaluate()["eval_loss"] if labels else 0.0
+    ids = torch.stack([row["input_ids"] for row in rows])
+    with torch.no_grad():
+        by_hand = float(_own_loss(trainer.model(input_ids=ids), None, len(rows)))
+    return curve_of(trainer.state.log_history), evaluated, by_hand
 
 
 def test_a_loss_that_has_no_use_for_labels_is_the_mean_over_rows(tmp_path: Path) -> None:
-    wanted = _without_labels(str(tmp_path / "alone"), False, 8)
+    wanted, *_ = _without_labels(str(tmp_path / "alone"), False, 8)
     for ranks in (1, 2):
         folder = str(tmp_path / str(ranks))
         for found in on_ranks(_without_labels, ranks, folder, True, 4 // ranks):
-            assert_same_curve(found, wanted)
+            curve, evaluated, by_hand = found
+            assert_same_curve(curve, wanted)
+            assert evaluated == pytest.approx(by_hand, rel=1e-5)
 
 
 class Growing(torch.utils.data.IterableDataset[dict[str, torch.Tensor]]):

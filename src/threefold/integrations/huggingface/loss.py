@@ -146,7 +146,8 @@ def measuring(trainer: Any, mean: RunningMean, loader: Any) -> Iterator[None]:
         targets = targets_in(inputs, shifts_labels=trainer._loss_shifts_labels)
         loss, logits, labels = predict(model, inputs, *args, **kwargs)
         if loss is not None:
-            mean.add(loss, targets if getattr(loader, "rows", True) else 0)
+            rows = getattr(loader, "rows", find_batch_size(inputs) or 0)
+            mean.add(loss, targets * (rows > 0), rows)
         return loss, logits, labels
 
     with _in_place_of(trainer, "prediction_step", measured):
@@ -172,24 +173,26 @@ class RunningMean:
     def __init__(self, device: torch.device) -> None:
         # Apple's devices have no float64; only one process uses them.
         dtype = torch.float32 if device.type == "mps" else torch.float64
-        self._totals = torch.zeros(2, dtype=dtype, device=device)
-        self._batches = 0
+        self._totals = torch.zeros(2, 2, dtype=dtype, device=device)
 
-    def add(self, loss: Tensor, targets: Tensor | int) -> None:
+    def add(self, loss: Tensor, targets: Tensor | int, rows: int = 1) -> None:
         """Takes the mean `loss` over the `targets` of a batch; without targets it may be any value."""
-        count = torch.as_tensor(targets, device=self._totals.device).to(self._totals.dtype)
-        weighed = torch.where(
-            count > 0, loss.detach().to(self._totals) * count, torch.zeros_like(count)
-        )
-        self._totals += torch.stack([weighed, count])
-        self._batches += 1
+        # totals: (loss and count, by targets and by rows)
+        counts = self._totals.new_zeros(2)
+        counts[0], counts[1] = targets, rows
+        weighed = torch.where(counts > 0, loss.detach().to(counts) * counts, 0.0)
+        self._totals += torch.stack([weighed, counts])
 
     def over_ranks(self, accelerator: Accelerator) -> float | None:
-        """The mean over all ranks; None if no batch had a loss. Every rank calls it."""
-        if not self._batches:
+        """The mean over all ranks; None if no batch had a loss. Every rank calls it.
+
+        Without a target, rows count, for a loss that has no use for labels; NaN if that is 0.
+        """
+        totals, counts = accelerator.reduce(self._totals, reduction="sum").tolist()
+        if not any(counts):
             return None
-        total, count = accelerator.reduce(self._totals, reduction="sum").tolist()
-        return total / count if count else float("nan")
+        means = [total / max(count, 1) for total, count in zip(totals, counts, strict=True)]
+        return means[0] if counts[0] else means[1] or float("nan")
 
 
 def count_targets(accelerator: Accelerator, labels: Iterable[Tensor]) -> Tensor:

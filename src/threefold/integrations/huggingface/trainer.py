@@ -23,6 +23,7 @@ import transformers
 from accelerate.data_loader import DataLoaderDispatcher
 from torch import Tensor
 from torch.utils.data import IterableDataset, RandomSampler
+from transformers.trainer_pt_utils import find_batch_size
 from transformers.trainer_utils import has_length
 from transformers.utils import logging
 
@@ -68,11 +69,7 @@ class Trainer(transformers.Trainer):
         self._micro_batches: deque[list[StepPart]] = deque()
         self._part: StepPart | None = None
         self._step = StepPart(0, 0)
-        self.loss_weight, self._collects, self._of_trl = (
-            1.0,
-            False,
-            of_trl,
-        )
+        self.loss_weight, self._collects, self._of_trl = 1.0, False, of_trl
         self._mean: RunningMean | None = None
         with trainer_checkpoint.may_save_shards(arguments.get("model"), arguments.get("args")):
             super().__init__(*args, **kwargs)
@@ -168,13 +165,12 @@ class Trainer(transformers.Trainer):
         """Targets of the step over all ranks; in an evaluation those of the batch, if there is a compute_loss_func."""
         if not batch_samples or not (self._collects or self._mean is not None):
             return super()._get_num_items_in_batch(batch_samples, device)
+        first = batch_samples[0]
         if not self._collects:
-            own = targets_in(batch_samples[0], shifts_labels=self._loss_shifts_labels)
-            return (
-                torch.as_tensor(own, device=device).clamp(min=1)
-                if self.compute_loss_func
-                else None
-            )
+            own = targets_in(first, shifts_labels=self._loss_shifts_labels)
+            own = torch.as_tensor(own, device=device)
+            rows = find_batch_size(first) or 1
+            return own.where(own > 0, rows) if self.compute_loss_func else None
         own_parts = [
             (part.targets, part.rows) for parts in self._micro_batches for part in parts
         ]
@@ -183,7 +179,6 @@ class Trainer(transformers.Trainer):
         )
         targets, rows = all_parts // self.axis.sharers
         self._step = StepPart(int(targets), int(rows))
-        first = batch_samples[0]
         labelled = isinstance(first, Mapping) and isinstance(first.get("labels"), Tensor)
         # An overridden compute_loss gets the number of targets where transformers passes it.
         is_passed = self.compute_loss_func is not None or (
@@ -401,9 +396,8 @@ class Trainer(transformers.Trainer):
         loader, step = self._train_loader, self.state.global_step
         trainer_checkpoint.refuse_other_copies(self.args, self.model, self.optimizer, step=step)
         if isinstance(loader, TrainLoader) and self.args.should_save:
-            folder = Path(self._get_output_dir(trial=trial)) / f"checkpoint-{step}"
             trainer_checkpoint.save_place(
-                folder,
+                Path(self._get_output_dir(trial=trial)) / f"checkpoint-{step}",
                 step=step,
                 loader=loader.state_dict(),
                 global_batch=loader.sampler.global_batch,

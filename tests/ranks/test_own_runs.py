@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import io
 import json
 import math
 import re
 import shutil
 import signal
 from collections.abc import Iterator
+from contextlib import redirect_stdout
+from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -634,6 +637,51 @@ def test_scheduler_of_torch_goes_on_where_there_are_other_groups(
     assert run_ranks(_with_schedule, 1, {}, str(tmp_path / "same"), 4, kind)[0] == whole[2:]
     rest = run_ranks(_with_schedule, 2, {"tp": 2}, str(tmp_path / "run"), 4, kind)[0]
     assert rest == [pytest.approx(each, abs=1e-5) for each in whole[2:]]
+
+
+def _on_rank_0_alone(folder: str) -> tuple[str, str]:
+    """What is printed by a run that logs on rank 0 alone, twice a step, and what is raised if it saves so too."""
+    import threefold
+    from threefold.training import lag
+
+    lag._PATIENCE = timedelta(seconds=1)
+    mesh, step, loader, _ = own_runs.parts({"dp": 2})
+    printed = io.StringIO()
+    with redirect_stdout(printed), threefold.Run(f"{folder}/logs", mesh=mesh) as run:
+        run.load(step, loader)
+        for batch in run.steps(loader, until=3):
+            numbers = step(batch)
+            if mesh.rank == 0:
+                run.log(numbers)
+                run.log(numbers, again=1)
+    try:
+        with threefold.Run(f"{folder}/saves", mesh=mesh) as run:
+            run.load(step, None, schedule=loader)
+            for again in run.steps([batch], until=3):
+                step(again)
+                if mesh.rank == 0 and run.step == 2:
+                    run.save()
+    except threefold.errors.RunError as error:
+        return printed.getvalue(), error.problems[0].what
+    finally:
+        mesh.close()
+    return printed.getvalue(), ""
+
+
+def test_calls_on_rank_0_alone_are_logged_or_named(tmp_path: Path) -> None:
+    (printed, said), (nothing, other) = run_ranks(
+        _on_rank_0_alone, 2, str(tmp_path), timeout_s=50
+    )
+    # The step itself has made three before.
+    between = "rank 0 is in run.save() after step 2, rank 1 in step 6"
+    assert said == other == f"ranks are not in the same call: {between}"
+    lines = map(json.loads, (tmp_path / "logs/metrics.jsonl").read_text().splitlines())
+    assert [(line["step"], "slowest_rank" in line) for line in lines] == [
+        *((1, True), (1, False), (2, False)),
+        *((2, False), (3, False), (3, False)),
+    ]
+    # The scheduler was made for the step's optimizer, and not passed to run.load.
+    assert printed.startswith("not saved: the optimizer's scheduler, ") and nothing == ""
 
 
 class _Read:

@@ -490,6 +490,7 @@ class Run:
         self._require_begun("run.save()")
         assert self._held is not None
         with self._in_own_words():
+            self.mesh.agree("run.save() after step", self.step)
             self.guards.prove(self.step, saving=True)
             self.guards.progress.enter("save")
             states = {name: each.state_dict() for name, each in self._stateful.items()}
@@ -588,6 +589,14 @@ class Run:
         )
         if why:
             self.say(f"not audited: {why}; {fix}")
+        assert self._held is not None
+        # torch marks the step of an optimizer whose rate a scheduler sets.
+        scheduled = hasattr(self._held.model.kept["optimizer"].step, "_wrapped_by_lr_sched")
+        if scheduled and not (self._stateful or self.extra):
+            self.say(
+                "not saved: the optimizer's scheduler, which would start over after a stop; "
+                "run.load(step, loader, schedule=schedule)"
+            )
         self.guards.trackers = self.track(
             {"program": what}, {"mesh": str(self.mesh.topology), **versions()}
         )

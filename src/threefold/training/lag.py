@@ -20,6 +20,7 @@ import json
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 from threefold.training.progress import OwnTime
@@ -50,6 +51,8 @@ _LIKELY = {
     "device": "a slower device, or one that is fed late",
     "still": "it is stopped or frozen, its machine pauses, or one call holds Python's lock (the GIL)",
 }
+# For reports of ranks that have just met: long, as it is not asked for any more after it.
+_PATIENCE = timedelta(seconds=10)
 # The share of lost time that makes a cause an explanation; the rate of reads of memory per second that is a cause.
 _EXPLAINS, _READS = 0.4, 20.0
 
@@ -126,7 +129,7 @@ class Lag:
 
 
 class Slowest:
-    """Finds the rank that the others wait for, over the rendezvous store: two small messages a logged step."""
+    """Finds the rank that the others wait for, over the rendezvous store: three small messages a logged step."""
 
     def __init__(self, mesh: Mesh, *, notice: Callable[[Lag], None]) -> None:
         """Args:
@@ -155,6 +158,12 @@ class Slowest:
         while self._unread:
             oldest = self._logged - len(self._unread)
             keys = [f"{_KEY}/{rank}/{oldest % 2}" for rank in self._ranks]
+            try:
+                self._store.wait(keys, _PATIENCE)
+            except RuntimeError:
+                # A program that logs on rank 0 alone, or twice a step: the others do not report.
+                self._store = None
+                return {}
             reports = list(map(json.loads, self._store.multi_get(keys)))
             if any(count < oldest for count, *_ in reports):
                 break

@@ -125,6 +125,7 @@ def save(
     _check(Held(model, optimizer), folder)
     _check_values(step, keep, extra)
     mesh, folder = model.mesh, Path(folder)
+    mesh.agree("threefold.save of step", step)
     place = folder.resolve()
     checkpoints = CheckpointFolder(folder)
 
@@ -158,7 +159,7 @@ def write(
     wait: bool = False,
     on_error: Literal["error", "continue"] = "error",
 ) -> Saver:
-    """Writes the state of a loop after `step`; every rank calls it, and gets what may still be writing it.
+    """Writes the state of a loop after `step`; every rank calls it (`Mesh.agree`), and gets what may still write it.
 
     Args:
         job: the save, from the manifest of the checkpoint.
@@ -169,7 +170,6 @@ def write(
         ConfigError, RunError: as `save`.
     """
     model, mesh, optimizer = held.model, held.model.mesh, optimizer_of(held.optimizer)
-    mesh.agree("threefold.save of step", step)
     described = held.described(extra)
 
     def look() -> dict[str, Any]:

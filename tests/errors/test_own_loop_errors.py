@@ -451,6 +451,24 @@ def test_a_step_that_failed_leaves_no_gradient_to_the_next(model: Any) -> None:
     assert step({**BATCH, "row": torch.zeros(4)}).grad_norm == norm
 
 
+def test_an_evaluation_does_not_count_a_row_that_its_sampler_repeats(model: Any) -> None:
+    rows = [{name: each[0] for name, each in BATCH.items()}] * 5
+    evaluate = threefold.EvalStep(model)
+    for kind in (threefold.DistributedSampler, torch.utils.data.DistributedSampler):
+        for size, refused in ((5, True), (4, False)):
+            sampler = kind(rows[:size], 2, 0)
+            loader = torch.utils.data.DataLoader(rows[:size], sampler=sampler)
+            if not refused:
+                assert evaluate(loader).num_counted == 2 * BATCH["labels"].shape[1]
+                continue
+            with pytest.raises(DataError) as error:
+                evaluate(loader)
+            assert what(error).startswith("the evaluation would count 1 rows twice")
+    exact = threefold.DistributedSampler(rows, 2, 0, tail="exact")
+    loader = torch.utils.data.DataLoader(rows, sampler=exact)
+    assert evaluate(loader).num_counted == 3 * BATCH["labels"].shape[1]
+
+
 def test_what_a_program_meets_is_public() -> None:
     for name in threefold.__all__:
         assert getattr(threefold, name) is not None

@@ -639,8 +639,11 @@ def test_scheduler_of_torch_goes_on_where_there_are_other_groups(
     assert rest == [pytest.approx(each, abs=1e-5) for each in whole[2:]]
 
 
-def _on_rank_0_alone(folder: str) -> tuple[str, str]:
-    """What is printed by a run that logs on rank 0 alone, twice a step, and what is raised if it saves so too."""
+def _on_rank_0_alone(folder: str) -> list[str]:
+    """What is printed by a run that logs on rank 0 alone, twice a step, and what is raised if it saves so too.
+
+    Then what is raised if each rank has a dataset of its own, of another length.
+    """
     import threefold
     from threefold.training import lag
 
@@ -654,27 +657,40 @@ def _on_rank_0_alone(folder: str) -> tuple[str, str]:
             if mesh.rank == 0:
                 run.log(numbers)
                 run.log(numbers, again=1)
-    try:
-        with threefold.Run(f"{folder}/saves", mesh=mesh) as run:
-            run.load(step, None, schedule=loader)
-            for again in run.steps([batch], until=3):
-                step(again)
-                if mesh.rank == 0 and run.step == 2:
-                    run.save()
-    except threefold.errors.RunError as error:
-        return printed.getvalue(), error.problems[0].what
-    finally:
-        mesh.close()
-    return printed.getvalue(), ""
+    found = [printed.getvalue()]
+
+    def saving(run: Any) -> None:
+        run.load(step, None, schedule=loader)
+        for again in run.steps([batch], until=3):
+            step(again)
+            if mesh.rank == 0 and run.step == 2:
+                run.save()
+
+    def of_its_own(run: Any) -> None:
+        rows = [own_runs.Windows()[row] for row in range(20 + mesh.rank)]
+        run.load(step, own := threefold.distribute(DataLoader(rows, batch_size=2)))
+        next(run.steps(own, until=3))
+
+    for number, trains in enumerate((saving, of_its_own)):
+        with (
+            pytest.raises(threefold.errors.RunError) as error,
+            threefold.Run(f"{folder}/{number}", mesh=mesh) as run,
+        ):
+            trains(run)
+        found.append(error.value.problems[0].what)
+    mesh.close()
+    return found
 
 
 def test_calls_on_rank_0_alone_are_logged_or_named(tmp_path: Path) -> None:
-    (printed, said), (nothing, other) = run_ranks(
+    (printed, *said), (nothing, *other) = run_ranks(
         _on_rank_0_alone, 2, str(tmp_path), timeout_s=50
     )
     # The step itself has made three before.
-    between = "rank 0 is in run.save() after step 2, rank 1 in step 6"
-    assert said == other == f"ranks are not in the same call: {between}"
+    apart = "ranks are not in the same call: rank 0 is in run.s"
+    assert said == other and said[0] == f"{apart}ave() after step 2, rank 1 in step 6"
+    assert said[1].startswith(f"{apart}teps() over Order(num_rows=20, global_batch=4, ")
+    assert said[1].endswith(", rank 1 in run.steps() over 21 rows are padded for 2 dp ranks")
     lines = map(json.loads, (tmp_path / "logs/metrics.jsonl").read_text().splitlines())
     assert [(line["step"], "slowest_rank" in line) for line in lines] == [
         *((1, True), (1, False), (2, False)),

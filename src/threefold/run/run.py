@@ -582,6 +582,7 @@ class Run:
     def _begin(self, batches: Any) -> None:
         """Begins the run of a program, with the audit of its first loader."""
         order, why, fix = _order_of(batches)
+        self.mesh.agree(f"run.steps() over {order or why}")
         self._began = True
         what = {"program": sys.argv[0], "audit": why or "on", "audit_fix": fix}
         self.begin(

@@ -82,6 +82,15 @@ class EvalStep:
             expected="this rank's batches, one after another",
             fix="evaluate([batch]), or evaluate(loader)",
         )
+        # torch's sampler and ours name the places of an epoch so, of which some repeat a row.
+        sampler = getattr(batches, "sampler", None)
+        again = getattr(sampler, "total_size", 0) - len(getattr(sampler, "dataset", ()))
+        if again > 0:
+            raise DataError(
+                f"the evaluation would count {again} rows twice, which its sampler repeats to give all ranks as many",
+                expected="every row once: other ranks wait for one that has more",
+                fix="threefold.distribute(loader, tail='exact')",
+            )
         mesh.agree("an evaluation")
         held = state_held(model.module, None, buffers=model.context is not None)
         refuse_drift(held, mesh, when="before an evaluation")

@@ -3,8 +3,6 @@
 The public names are loaded on first use, so that `import threefold` and `threefold --help` load no torch.
 """
 
-from __future__ import annotations
-
 from typing import TYPE_CHECKING, Any
 
 __version__ = "0.2.0"

@@ -1,7 +1,5 @@
 """`python -m threefold` is the command."""
 
-from __future__ import annotations
-
 import logging
 import signal
 import sys

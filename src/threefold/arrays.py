@@ -1,7 +1,5 @@
 """numpy arrays in signatures, by the dtype of their values."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

@@ -1,7 +1,5 @@
 """The build of threefold: its version and a digest of its sources, so that two checkouts are two builds."""
 
-from __future__ import annotations
-
 import hashlib
 import sys
 from functools import cache

@@ -4,8 +4,6 @@ A resumed run appends; a torn last line, left by a killed run, is cut before the
 line that is not a JSON object is named and skipped. Floats read back to the same value; non-finite ones are null.
 """
 
-from __future__ import annotations
-
 import errno
 import json
 import math

@@ -9,8 +9,6 @@ The place where a run resumes is known twice: the loader has it from the checkpo
 They are compared before the first step (`begin`), so that a resume that is a batch off stops before it trains.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path

@@ -5,8 +5,6 @@ and ranks that read a row, and how much of each epoch was read. Omitted rows and
 reported as such.
 """
 
-from __future__ import annotations
-
 import itertools
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence

@@ -8,8 +8,6 @@ If a rank's rows are not the predicted ones, the reason is where else the order 
 wrong place on the mesh), at an earlier step (a batch repeated) or at a later one (a batch left out).
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 

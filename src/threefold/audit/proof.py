@@ -7,8 +7,6 @@ each share's tokens are the source's (if the source is read again). A position i
 exactly one step, and a position is a row: the order is a bijection.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import NamedTuple

@@ -4,8 +4,6 @@
 computed again without the source, from the lengths that the run had. No torch.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import numpy as np

@@ -11,8 +11,6 @@ stored: row j of dp rank d is place j * dp + d of the step, whose rows the order
 than once, the record of the valid start counts, as in audit.jsonl.
 """
 
-from __future__ import annotations
-
 import struct
 import zlib
 from collections.abc import Iterator, Sequence

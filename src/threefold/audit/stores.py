@@ -5,8 +5,6 @@ or the first block that differs, with the rows that read it. A store that is not
 reported as unknown: then only the samples are proved. No torch.
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path

@@ -11,8 +11,6 @@ another digest. There is no digest for code without a file (a notebook, standard
 a package's class.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os

@@ -5,8 +5,6 @@ that fails is refused with the probe, its figure, the axis of the mesh that is w
 axes are tried one by one, and the run's rows without documents.
 """
 
-from __future__ import annotations
-
 import copy
 import time
 from collections.abc import Iterator, Sequence

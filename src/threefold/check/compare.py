@@ -10,8 +10,6 @@ these rules hold wherever equality is claimed:
 A difference is a figure, its bound and the place where it was measured; the first one that exceeds its bound is named.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field

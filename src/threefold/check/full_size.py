@@ -5,8 +5,6 @@ the row, documents, the other rows. Forward only, on the mesh; it leaves nothing
 have allocated and compiled anyway.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager

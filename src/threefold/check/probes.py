@@ -4,8 +4,6 @@ A probe changes something that must not matter, and the loss must not move; or c
 model's own forward in one process. All are done with the modules, masks, splits and sums of a real step.
 """
 
-from __future__ import annotations
-
 import copy
 import math
 from collections.abc import Callable, Iterator

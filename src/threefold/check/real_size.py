@@ -5,8 +5,6 @@ and a row is as long as the run's, or as long as time and memory allow: the loss
 transformers' own model in one process, each document alone. Forward only.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass

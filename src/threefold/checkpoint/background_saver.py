@@ -7,8 +7,6 @@ that notices one after step s publishes s + 2, as a stop signal does (`training.
 they finish s + 2.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import logging

@@ -4,8 +4,6 @@
 conversation have none.
 """
 
-from __future__ import annotations
-
 import shlex
 from collections.abc import Mapping
 from pathlib import Path

@@ -5,8 +5,6 @@ last and holds the manifest's checksum. So a folder without a marker is incomple
 the marker (see `seal`). A folder with any other form of name is the user's and is left alone.
 """
 
-from __future__ import annotations
-
 import errno
 import json
 import math

@@ -6,8 +6,6 @@ is then that of one of them. Each rank sends one digest for each way of splittin
 differ do the ranks compare every tensor, and name it.
 """
 
-from __future__ import annotations
-
 import functools
 import math
 from collections.abc import Iterator, Mapping, Sequence

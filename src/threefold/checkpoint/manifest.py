@@ -1,7 +1,5 @@
 """Reads a checkpoint's record of its run, and refuses a checkpoint that belongs to another run."""
 
-from __future__ import annotations
-
 import functools
 import json
 import operator

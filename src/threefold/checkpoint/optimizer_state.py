@@ -4,8 +4,6 @@ A tensor that is split like its parameter, or in any way that a DTensor describe
 scalars are the same on every rank. State missing from a checkpoint had not begun when it was saved.
 """
 
-from __future__ import annotations
-
 from collections.abc import Container
 
 import torch

@@ -6,8 +6,6 @@ rank 3. Names and shapes do not depend on a mesh, so a state saved on one mesh c
 determine what each rank holds; every rank knows them all, so no message is needed.
 """
 
-from __future__ import annotations
-
 from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path

@@ -5,8 +5,6 @@ tensor and has its name; the metadata have its place in the tensor, as in torch.
 `HuggingFaceStorageReader` reads the files as they are. No pickle is written or read.
 """
 
-from __future__ import annotations
-
 import itertools
 import json
 import math

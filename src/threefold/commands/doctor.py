@@ -1,7 +1,5 @@
 """`threefold doctor`: checks this machine and, if a launcher or the config asks for ranks, every rank and axis."""
 
-from __future__ import annotations
-
 import json
 import os
 import sys

@@ -1,7 +1,5 @@
 """`threefold explain`: what a failed job left behind, in files, folders or a pipe -> cause and remedy."""
 
-from __future__ import annotations
-
 import json
 import sys
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """`threefold export`: a checkpoint as a Hugging Face folder."""
 
-from __future__ import annotations
-
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict
 from pathlib import Path

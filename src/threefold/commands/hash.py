@@ -1,7 +1,5 @@
 """`threefold hash`: one hash of the weights of runs, checkpoints and exported models."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import sys

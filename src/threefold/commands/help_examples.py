@@ -1,7 +1,5 @@
 """The end of each command's help: its exit codes, and examples to paste. No heavy imports."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

@@ -1,7 +1,5 @@
 """`threefold import`: another program's checkpoint, as a run or as a Hugging Face folder."""
 
-from __future__ import annotations
-
 import shlex
 from dataclasses import asdict
 from pathlib import Path

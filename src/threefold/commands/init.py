@@ -1,7 +1,5 @@
 """`threefold init`: a commented config to begin with."""
 
-from __future__ import annotations
-
 import os
 import shlex
 from itertools import count

@@ -4,8 +4,6 @@ Each command is a file of this folder. Only the one that was asked for is loaded
 imports what it uses.
 """
 
-from __future__ import annotations
-
 import contextlib
 import itertools
 import re

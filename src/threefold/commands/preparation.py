@@ -1,7 +1,5 @@
 """`threefold data prepare`: here, as one task of many, as a Slurm array, or by the tasks of a Ray cluster."""
 
-from __future__ import annotations
-
 import re
 import shlex
 import tempfile

@@ -1,7 +1,5 @@
 """`threefold profile`: where the time of a run's traced steps went."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Annotated, Any

@@ -1,7 +1,5 @@
 """`threefold report`: a run, or several, as one HTML file that opens anywhere."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import secrets

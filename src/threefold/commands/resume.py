@@ -1,7 +1,5 @@
 """`threefold resume`: the run in a folder continues, from wherever the command is given."""
 
-from __future__ import annotations
-
 import os
 import shlex
 import sys

@@ -1,7 +1,5 @@
 """A run that a command names: a folder of this machine, or where the command can read it, an address of a store."""
 
-from __future__ import annotations
-
 from functools import partial
 from pathlib import Path
 from typing import Annotated

@@ -1,7 +1,5 @@
 """`threefold submit CLUSTER`: shows or sends a cluster's job, made from a config and that kind's settings. No torch."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from typing import Annotated
 

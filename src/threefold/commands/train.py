@@ -1,7 +1,5 @@
 """`threefold train`: parse, call, exit code."""
 
-from __future__ import annotations
-
 import sys
 from dataclasses import replace
 from typing import Annotated

@@ -1,7 +1,5 @@
 """`threefold view`: runs in the browser while they train."""
 
-from __future__ import annotations
-
 import os
 import sys
 from pathlib import Path

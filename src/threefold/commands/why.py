@@ -1,7 +1,5 @@
 """`threefold why`: anomalies in a run, or in a step of it, with the rows, documents and text behind them."""
 
-from __future__ import annotations
-
 import json
 from typing import Annotated
 

@@ -1,7 +1,5 @@
 """The schema's description of each key: its default, the values that it takes, and its meaning."""
 
-from __future__ import annotations
-
 import difflib
 from collections.abc import Iterator
 from typing import Annotated, Any, Literal, NamedTuple, get_args, get_origin

@@ -5,8 +5,6 @@ command that was dropped is named as it is typed. A key of an entry of `data.mix
 without the entry: `data.mixture.KEY`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 
 DROPPED: Mapping[str, str] = {

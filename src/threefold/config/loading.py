@@ -5,8 +5,6 @@ as a whole, and the origin of each value. Unknown keys are refused with the near
 once.
 """
 
-from __future__ import annotations
-
 import difflib
 import shlex
 from collections.abc import Iterable, Iterator, Mapping, Sequence

@@ -3,8 +3,6 @@
 A pasted fix must have the intended effect, so a guess counts only if its key accepts it.
 """
 
-from __future__ import annotations
-
 import difflib
 import re
 from collections.abc import Iterable, Iterator

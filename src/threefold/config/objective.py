@@ -1,7 +1,5 @@
 """Objectives other than the cross entropy of the next token."""
 
-from __future__ import annotations
-
 from typing import Annotated, Literal
 
 from pydantic import Field

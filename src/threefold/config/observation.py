@@ -1,7 +1,5 @@
 """Logging, tracking and the audit of a run."""
 
-from __future__ import annotations
-
 import warnings
 from typing import Annotated, Literal
 

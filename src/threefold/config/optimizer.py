@@ -4,8 +4,6 @@ Everything that the project knows of an optimizer without torch is its row in `O
 `optim` or torch's. To add one, add both.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal

@@ -1,7 +1,5 @@
 """Checks of the section `optimizer` that need no torch."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator
 

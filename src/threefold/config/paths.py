@@ -1,7 +1,5 @@
 """The files and folders that a config names, and the same config from another folder."""
 
-from __future__ import annotations
-
 import contextlib
 import difflib
 import glob

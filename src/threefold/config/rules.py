@@ -3,8 +3,6 @@
 What the sizes of a mesh must divide, the global batch first, is checked in `mesh/divisibility.py`.
 """
 
-from __future__ import annotations
-
 import difflib
 import itertools
 from collections.abc import Iterator, Sequence

@@ -1,7 +1,5 @@
 """Common base of config sections, which are frozen and strict, and the bounds of their numbers."""
 
-from __future__ import annotations
-
 from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag

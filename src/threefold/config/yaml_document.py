@@ -1,7 +1,5 @@
 """A config as a YAML document for people: every key below its section, with a comment. `loading.load` reads it back."""
 
-from __future__ import annotations
-
 from collections.abc import Collection, Mapping
 
 from threefold.config.described import every_key_described

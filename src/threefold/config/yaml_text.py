@@ -1,7 +1,5 @@
 """Plain values as YAML 1.2 text, and back."""
 
-from __future__ import annotations
-
 import json
 import math
 import re

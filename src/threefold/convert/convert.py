@@ -5,8 +5,6 @@ counted; it resumes there with the same weights and moments, and reads its own d
 the rows read by the other program are unknown.
 """
 
-from __future__ import annotations
-
 import shutil
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass

@@ -5,8 +5,6 @@ any prefix (`model.` of accelerate); and torchtitan's own names of Llama 3 and Q
 found once, with its shape, every tensor of the other checkpoint is accounted for, or the whole is refused by name.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field

@@ -4,8 +4,6 @@
 classes. Files are read with `weights_only`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property

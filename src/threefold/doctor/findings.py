@@ -3,8 +3,6 @@
 `stop` would end a run or keep it from starting; `warning` may cost time or fail later; `note` is worth knowing.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal

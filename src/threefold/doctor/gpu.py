@@ -3,8 +3,6 @@
 `look` queries torch, and nvidia-smi through `nvidia`; `judge` only computes with the answers and needs no torch.
 """
 
-from __future__ import annotations
-
 import re
 import warnings
 from collections.abc import Iterator, Mapping, Sequence

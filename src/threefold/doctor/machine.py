@@ -3,8 +3,6 @@
 `look` reads the machine; `judge` only computes with the values, so that a test may judge another machine.
 """
 
-from __future__ import annotations
-
 import os
 import platform
 import shutil

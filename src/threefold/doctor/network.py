@@ -4,8 +4,6 @@ gloo uses GLOO_SOCKET_IFNAME, else the interface with the hostname's address, el
 NCCL_SOCKET_IFNAME, else InfiniBand's interfaces (`ib*`), else any but `docker*` and `lo`.
 """
 
-from __future__ import annotations
-
 import socket
 import struct
 import sys

@@ -4,8 +4,6 @@ All of them run within one time limit, because each of them hangs if the driver 
 computes with their answers, and needs neither torch nor a GPU.
 """
 
-from __future__ import annotations
-
 import re
 import shutil
 import subprocess

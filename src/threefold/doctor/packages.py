@@ -1,7 +1,5 @@
 """The installed packages' versions, and which of them are incompatible. Imports none of them."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from importlib import metadata

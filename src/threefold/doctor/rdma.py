@@ -1,7 +1,5 @@
 """Cards that put data into another host's memory (InfiniBand, RoCE, EFA), and what NCCL needs to use them. No torch."""
 
-from __future__ import annotations
-
 import re
 import resource
 from collections.abc import Iterator, Mapping, Sequence

@@ -1,7 +1,5 @@
 """The answer of `threefold explain`, as text and as data. No torch."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import asdict, replace
 from typing import Any

@@ -1,7 +1,5 @@
 """The question that settles an explanation, asked on this machine. No torch."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from dataclasses import replace

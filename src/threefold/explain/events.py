@@ -10,8 +10,6 @@ that was raised, a line that is no warning, a kill, or the reporter's own words;
 And a log that merely stops shows no hang.
 """
 
-from __future__ import annotations
-
 from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
 from functools import cached_property

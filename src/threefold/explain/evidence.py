@@ -1,7 +1,5 @@
 """A job's evidence in files and folders: logs, Flight Recorder dumps, the record of a run of ours. No torch."""
 
-from __future__ import annotations
-
 import gzip
 import os
 import zlib

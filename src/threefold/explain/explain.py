@@ -7,8 +7,6 @@ from it.
 A job that finished has not failed, and trouble that was recovered from does not count (`events.py`). No torch.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum

@@ -3,8 +3,6 @@
 Each function gets the log and the lines that show the error, and returns sentences. No torch.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 from threefold.errors import ranks_text, size_text

@@ -3,8 +3,6 @@
 Operations of two process groups are never compared: each group counts its own.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeVar

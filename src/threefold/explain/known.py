@@ -35,8 +35,6 @@ An error needs only a page: the command reads the pages and prints from them. Th
 Each sign has a literal part of four characters or more (`anchor`): the log is searched for that first.
 """
 
-from __future__ import annotations
-
 import re
 import shlex
 from collections.abc import Callable, Sequence

@@ -4,8 +4,6 @@ A prefix of every line of a source was added on the way: a Pod's name, an actor'
 program wrote it, from the first column on, wherever it was run.
 """
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Callable, Sequence

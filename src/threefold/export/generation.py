@@ -1,7 +1,5 @@
 """Text generation with a trained model: the complete model of a checkpoint, in one process."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

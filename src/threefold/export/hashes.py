@@ -4,8 +4,6 @@ It is the SHA-256 of one line for each tensor, sorted: its name, type and shape 
 checkpoint's tensors are taken under the names and in the layouts that its export has, so both have the same hash.
 """
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """A model on the mesh as a transformers model folder."""
 
-from __future__ import annotations
-
 import copy
 import itertools
 import os

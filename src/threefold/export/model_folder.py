@@ -4,8 +4,6 @@ A checkpoint may be untrusted, so none of its code is run. Its config names a mo
 from elsewhere is loaded only if the caller allows it, whatever the run that saved the checkpoint allowed.
 """
 
-from __future__ import annotations
-
 import contextlib
 import copy
 import os

@@ -1,7 +1,5 @@
 """A run's tokenizer, with its chat template, in the folder of an export."""
 
-from __future__ import annotations
-
 import contextlib
 from pathlib import Path
 from typing import Any

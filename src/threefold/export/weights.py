@@ -4,8 +4,6 @@ Tensors are read layer by layer, converted to the Hub's names and layouts for th
 file is full. So memory holds one file and one layer, for any size of the model and any mesh it was trained on.
 """
 
-from __future__ import annotations
-
 import itertools
 import json
 import re

@@ -5,8 +5,6 @@ fails, this is reported once, training continues, and it later gets the metrics 
 installed is refused before training begins.
 """
 
-from __future__ import annotations
-
 import importlib.util
 import json
 import logging

@@ -1,7 +1,5 @@
 """The kinds of jobs that `threefold submit` makes. A module of a kind has what `JobKind` names."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from importlib import import_module

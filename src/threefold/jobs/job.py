@@ -4,8 +4,6 @@ The jobs themselves are in `slurm`, `sagemaker` and `kubernetes`: pure functions
 a request, so `--dry-run` prints exactly what would be sent.
 """
 
-from __future__ import annotations
-
 import re
 import shutil
 import subprocess

@@ -5,8 +5,6 @@ and resumes from a volume that all pods share. Secrets are named; their values s
 A TrainJob brings its own runtime: what a TrainJob may change in another's differs in every release of Trainer.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import re

@@ -6,8 +6,6 @@ training container through torchrun, and declares which of our output lines are 
 the checkpoint folder, which SageMaker copies to S3 while the job runs, and back after a spot instance was interrupted.
 """
 
-from __future__ import annotations
-
 import gzip
 import io
 import json

@@ -4,8 +4,6 @@ A field made with `setting` is an option; its type determines how a value is rea
 repeated. The command's help and its checks are made from the fields, so a setting is written once.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import difflib
 import types

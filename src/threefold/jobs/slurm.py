@@ -8,8 +8,6 @@ rank ended first: Slurm lets only a new job do so. The script contains the confi
 nothing.
 """
 
-from __future__ import annotations
-
 import re
 import shlex
 import sys

@@ -3,8 +3,6 @@
 The process that starts local ranks asks before it starts one; the ranks ask again, with all that they know.
 """
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Iterator, Mapping

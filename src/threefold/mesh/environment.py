@@ -4,8 +4,6 @@
 and accelerate's mesh. Without a launcher, `local_ranks` starts ranks.
 """
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import os

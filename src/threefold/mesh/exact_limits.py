@@ -3,8 +3,6 @@
 Each of these is allowed once the bits of whole runs on several meshes have been compared with it; until then, refused.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any
 

@@ -6,8 +6,6 @@ error. Values are those of JSON; the rank that makes one gets it in the same for
 Also here: naming of ranks that pass the wrong rows to a call (`Mesh.agree`).
 """
 
-from __future__ import annotations
-
 import json
 import time
 import zlib

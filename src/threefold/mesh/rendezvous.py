@@ -6,8 +6,6 @@ time. torch's own rendezvous waits up to twice its time, or forever on a port wh
 the host but not who is missing.
 """
 
-from __future__ import annotations
-
 import contextlib
 import errno
 import itertools

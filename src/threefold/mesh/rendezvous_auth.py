@@ -9,8 +9,6 @@ through a second proxy on the loopback interface of their host, which proves it 
 Not defended against: reading or changing packets between the hosts; the tensors' own connections (gloo, NCCL).
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import dataclasses

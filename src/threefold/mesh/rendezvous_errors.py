@@ -1,7 +1,5 @@
 """The errors of a failed rendezvous: texts only, no torch."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import Any
 

@@ -5,8 +5,6 @@ most, so its ranks are neighbours. The dp = dp_replicate x dp_shard data ranks r
 of one data rank read the same ones. `resolve` turns what the user asked for into sizes, with the reason.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 

@@ -6,8 +6,6 @@ gives every rank the keys and values of the entire row; `heads_to_sequence` (Uly
 rows of some heads.
 """
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias

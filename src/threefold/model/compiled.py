@@ -5,8 +5,6 @@ and the loss as they are. A layer is recompiled if an assumption of its graph no
 kind of layer, rows of another length (from then on of any length), evaluation without gradients.
 """
 
-from __future__ import annotations
-
 import sys
 from collections import Counter
 from collections.abc import Callable, Collection

@@ -6,8 +6,6 @@ gradients in float32, as `working_copy` does for one process. All of them averag
 ranks; `step` multiplies that away, because the loss is already divided by the global count of target tokens.
 """
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager, nullcontext

@@ -12,8 +12,6 @@ checkpoints and averages. Their local tensors provide the data to gather (`fsdp_
 interface for tensor subclasses.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import importlib.util
 import math

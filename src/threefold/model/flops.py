@@ -9,8 +9,6 @@ token of a causal row of S has S keys, although it sees half of them on average:
 recurrences and recomputation are not counted.
 """
 
-from __future__ import annotations
-
 import re
 from collections import Counter
 from collections.abc import Iterator

@@ -5,8 +5,6 @@ values, each cp rank computes whole rows. Sharded weights are gathered for each 
 of them has finished. Logits are whole on each rank, and all sample from them with the same seed.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager

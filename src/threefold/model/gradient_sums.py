@@ -4,8 +4,6 @@ The step calls the model's sums (`FloatSums`, or `exact.sums.ExactSums`) whereve
 ranks are added, and so does not know which of the two it uses.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Protocol, TypeVar
 

@@ -7,8 +7,6 @@ known in backward only, a chunk's logits are recomputed there. Operations of a m
 cap, a scale) are applied to each chunk; a model whose class does anything that is not understood keeps its own forward.
 """
 
-from __future__ import annotations
-
 import inspect
 import re
 from collections.abc import Iterator

@@ -6,8 +6,6 @@ and of their gradient exists at a time, and backward only scales what was kept: 
 one gradient of the head's weight, summed in float32. A head that is frozen has none.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeAlias

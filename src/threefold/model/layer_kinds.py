@@ -5,8 +5,6 @@ or trailing layers, a period. Each is a trait; layers with equal traits are of o
 (every fourth layer) show in the modules, whose classes and plain attributes differ.
 """
 
-from __future__ import annotations
-
 import math
 import re
 from collections.abc import Sequence

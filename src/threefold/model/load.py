@@ -5,8 +5,6 @@ memory-mapped safetensors files. Weights that are not in such files under the mo
 formats, layouts that transformers converts) are first written to such files by one process of each machine.
 """
 
-from __future__ import annotations
-
 import copy
 import difflib
 import hashlib

@@ -6,8 +6,6 @@ anyway. So an adapter needs no additional collective. The exceptions are A's gra
 each rank knows only in part: they are summed once a step. The model's own weights are frozen.
 """
 
-from __future__ import annotations
-
 import copy
 import dataclasses
 import functools

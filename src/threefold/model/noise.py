@@ -5,8 +5,6 @@ or other heads must not, or the noise of one would repeat on the next. In a run 
 wherever and however often it is computed. A forward outside a run leaves no trace in it.
 """
 
-from __future__ import annotations
-
 import random
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence

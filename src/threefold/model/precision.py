@@ -6,8 +6,6 @@ further cast. Some tensors stay float32: those that transformers lists, and thos
 whatever the others are.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterable, Iterator
 from typing import Any

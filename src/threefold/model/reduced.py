@@ -5,8 +5,6 @@ architecture. Sizes are found by their names in configs, in any class; a key wit
 value.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Sequence
 from math import gcd, lcm

@@ -1,7 +1,5 @@
 """A custom module on the data ranks: whole on each (DDP), or its parameters shared among them (FSDP2, HSDP)."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any
 

@@ -6,8 +6,6 @@ quantised or damaged tensors. A missing tensor would be trained from random numb
 would be left out, and no curve would show it. `model.init_missing` allows weights that are meant to be new.
 """
 
-from __future__ import annotations
-
 import difflib
 import re
 from collections.abc import Callable, Mapping, Sequence

@@ -4,8 +4,6 @@ Each rank reads its own part of each tensor from memory-mapped safetensors files
 every parameter and every buffer is written here, or there is an error.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 
 import torch

@@ -10,8 +10,6 @@ An optimizer that writes the copies beside the weights reports it (`note_written
 anything else, by torch's version counters of tensors, are written again before the next forward.
 """
 
-from __future__ import annotations
-
 from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial

@@ -4,8 +4,6 @@ The arithmetic is torch.optim.Adafactor's. Rows, columns and norms are sums over
 collectives a step. Where no parameter is split, torch's own class does the step.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """AdamW whose two moments are kept in bfloat16: half of their memory."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any
 

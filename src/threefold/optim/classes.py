@@ -6,8 +6,6 @@ of the matrix's parts, or it is refused where ranks hold parts; and its state mu
 resumed.
 """
 
-from __future__ import annotations
-
 import difflib
 import importlib
 import importlib.metadata

@@ -4,8 +4,6 @@ A block's values share a scale, so the update of a part of a matrix is not that 
 matrices, dp ranks each with the whole model, compute what one process computes.
 """
 
-from __future__ import annotations
-
 import importlib
 import importlib.util
 from functools import cache

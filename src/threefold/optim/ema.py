@@ -1,7 +1,5 @@
 """A moving average of the trained weights, sharded like them."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

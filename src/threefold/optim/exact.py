@@ -5,8 +5,6 @@ round a product and a sum together. Its size depends on the number of shards. A 
 rounds the same either way. The root is taken in float64, whose errors do not reach the float32 that it is rounded to.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator
 from typing import Any

@@ -5,8 +5,6 @@ for all parameters of a group, elsewhere by torch operations. Both round in the 
 bit; no rounding depends on a number's neighbours.
 """
 
-from __future__ import annotations
-
 import importlib.util
 from collections.abc import Callable, Sequence
 from typing import Any

@@ -1,7 +1,5 @@
 """The arguments of a fused update, and the update by single operations, the reference for its kernel."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 

@@ -6,8 +6,6 @@ the whole matrix, which all ranks gather; they take turns to orthogonalise one a
 the work is divided among all ranks, and all of them have the same bits.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable, Mapping
 from typing import Any

@@ -4,8 +4,6 @@ Many servers and gateways accept a conditional write and ignore its condition, w
 behaviour counts. The probes have their own folder below the prefix, which is removed again.
 """
 
-from __future__ import annotations
-
 import os
 import statistics
 import time

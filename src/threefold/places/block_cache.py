@@ -5,8 +5,6 @@ it is whole or absent. It is fetched by one process, while the others wait for i
 The block whose next use is farthest is evicted first; the caller knows which that is; otherwise the oldest goes.
 """
 
-from __future__ import annotations
-
 import fcntl
 import logging
 import math

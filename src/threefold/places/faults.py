@@ -3,8 +3,6 @@
 A store's answer may hold a key id, a signature or a token, so its text is read and dropped.
 """
 
-from __future__ import annotations
-
 import re
 from dataclasses import dataclass
 

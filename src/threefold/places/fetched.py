@@ -4,8 +4,6 @@ They are compared with the store's list of hashes, and with its listing, each ti
 swapped or missing files are named by key, and a file that is already here is not fetched again.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import threading

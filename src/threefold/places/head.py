@@ -6,8 +6,6 @@ checkpoint, whatever their clocks say. A checkpoint that the head does not name 
 here, never guessed from a listing.
 """
 
-from __future__ import annotations
-
 import json
 import logging
 import threading

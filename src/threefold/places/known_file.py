@@ -5,8 +5,6 @@ are in the cache, once in each process. So an object that was damaged, swapped, 
 its key, and a block of the cache that is damaged is fetched again.
 """
 
-from __future__ import annotations
-
 import math
 import os
 import random

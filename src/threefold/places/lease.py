@@ -4,8 +4,6 @@ The folder records its lease holders. All but the last have ended, since the fol
 is free at once, even after a kill. A copy of the folder has no such record.
 """
 
-from __future__ import annotations
-
 import json
 import logging
 import os

@@ -5,8 +5,6 @@ slower than the saves gets the newest and the best. The threads communicate thro
 a collective.
 """
 
-from __future__ import annotations
-
 import json
 import logging
 import sys

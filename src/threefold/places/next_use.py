@@ -4,8 +4,6 @@ The order of a run determines which blocks each step reads, long in advance. So 
 blocks needed soonest are kept, which no other rule beats. No store and no disk: numbers only.
 """
 
-from __future__ import annotations
-
 import heapq
 import math
 from collections import deque

@@ -4,8 +4,6 @@ An object is written whole or not at all, and never changed in part. Of two writ
 succeeds; a swap of a key by the etag that was read succeeds only if nothing was written since.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path

@@ -4,8 +4,6 @@ In: the files, and the blocks of each step to come: those of this rank, and thos
 decides alike what the cache keeps. A step whose blocks are not there yet waits in `wait`, where it can be seen.
 """
 
-from __future__ import annotations
-
 import threading
 import time
 from collections import deque

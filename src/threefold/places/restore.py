@@ -4,8 +4,6 @@ It is then in the folder like one that was saved there. Every byte is read once 
 checkpoint gets its name. A folder that a killed start was filling is filled again by the next.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import re

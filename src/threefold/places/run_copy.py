@@ -3,8 +3,6 @@
 The copy has the files of the store's seal, and is compared with it; it is made once, and again when the run continued.
 """
 
-from __future__ import annotations
-
 import fcntl
 import json
 import os

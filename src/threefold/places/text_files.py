@@ -5,8 +5,6 @@ with another content. An object that changes while it is fetched is named. One p
 the others wait for its lock, which ends with its holder; the next one keeps what is whole.
 """
 
-from __future__ import annotations
-
 import fcntl
 import os
 import shutil

@@ -5,8 +5,6 @@ mix their files, and any sender with the same bytes can continue for one that wa
 first, configs and indexes after them, and the mark last: if it is there, so are all the others.
 """
 
-from __future__ import annotations
-
 import json
 import tempfile
 from collections.abc import Iterator, Mapping

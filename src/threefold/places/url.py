@@ -1,7 +1,5 @@
 """Addresses of object stores, `s3://BUCKET/PREFIX`: their parts, or the error in them. No library."""
 
-from __future__ import annotations
-
 import re
 from dataclasses import dataclass
 

@@ -3,8 +3,6 @@
 A link's rate is what one device sends to its neighbours in one host, one way, which is half of what the sheets add up.
 """
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 from threefold.errors import ConfigError

@@ -5,8 +5,6 @@ in float32 and keeps that copy of its input besides its output; attention keeps 
 a float32 for each head (FlashAttention, arXiv:2205.14135); an MLP keeps gate, its activation, up and their product.
 """
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 from threefold.plan.decoder import Decoder, Layer

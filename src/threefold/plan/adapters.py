@@ -1,7 +1,5 @@
 """Low-rank adapters in an estimate (`model.lora`): which projections have them; all other weights are frozen."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import replace
 

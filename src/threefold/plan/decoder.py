@@ -4,8 +4,6 @@ Without torch and without transformers: a family's rules are a row of `families`
 this cannot describe exactly is refused by name.
 """
 
-from __future__ import annotations
-
 import math
 from collections import Counter
 from collections.abc import Mapping, Sequence

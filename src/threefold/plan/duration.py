@@ -4,8 +4,6 @@ Each is an amount, of operations or bytes, over a rate: what kernels reach on th
 counts fully where it overlaps with no computation, else in part: both need the same processors and memory.
 """
 
-from __future__ import annotations
-
 import math
 from collections import Counter
 from dataclasses import dataclass

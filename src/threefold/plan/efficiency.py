@@ -4,8 +4,6 @@ Rates are fitted to half of the rows of `tests/published_speeds.json` and judged
 (`python benchmarks/speeds.py`). No figure is better than its margin: what 8 in 10 published speeds keep to.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from functools import cache
 from typing import NamedTuple

@@ -1,7 +1,5 @@
 """How fast a collective of some ranks is: links inside a host, and the network between hosts."""
 
-from __future__ import annotations
-
 import math
 import re
 from collections.abc import Mapping

@@ -5,8 +5,6 @@ adapters. Sizes come from the config. Parameters of every row are compared with 
 (`tests/unit/test_decoder.py`).
 """
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 

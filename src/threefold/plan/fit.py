@@ -3,8 +3,6 @@
 For a run that is refused before it begins, for one whose device has no memory left, and for `threefold plan`.
 """
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Iterator, Mapping
 from dataclasses import replace

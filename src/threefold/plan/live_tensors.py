@@ -1,7 +1,5 @@
 """Tracks the memory of live tensors, also of fake ones, which have no storage, and what glibc makes of it on a CPU."""
 
-from __future__ import annotations
-
 import weakref
 from collections.abc import Iterable
 from typing import Any

@@ -5,8 +5,6 @@ layer, in which its activations are freed and its gradients made; the reduction 
 An optimizer's memory per weight is in the table of `config/optimizer.py`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from itertools import accumulate

@@ -1,7 +1,5 @@
 """Operations per token, by what they depend on: parameters, and the keys that it sees (see `flops`)."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple

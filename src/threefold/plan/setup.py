@@ -3,8 +3,6 @@
 Automatic choices are those of `choices`, for a device that need not be there.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass
 

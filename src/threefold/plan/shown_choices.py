@@ -1,7 +1,5 @@
 """The resolved values of a config's automatic keys on a machine, with reasons, for `--print-config`. No torch."""
 
-from __future__ import annotations
-
 from threefold.config.paths import tokenizer_name
 from threefold.config.schema import DEFAULT_STEPS, Config, value_at
 from threefold.config.yaml_text import as_yaml

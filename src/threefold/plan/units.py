@@ -1,7 +1,5 @@
 """A rank's part of a model's parameters, and the units that are gathered together (`model.data_parallel.shard`)."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import astuple, dataclass
 from functools import cached_property, lru_cache, reduce

@@ -1,7 +1,5 @@
 """The files of a run's folder, which another user may have made, and may be changing meanwhile."""
 
-from __future__ import annotations
-
 import contextlib
 import errno
 import shlex

@@ -1,7 +1,5 @@
 """The logs of the ranks (RUN/logs/rank-NNNN.log): their warnings and errors, and their processes. No torch."""
 
-from __future__ import annotations
-
 import os
 import re
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """The records in a run's folder, each file read when it is first needed. Read only; no torch."""
 
-from __future__ import annotations
-
 import socket
 from functools import cached_property
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The state of a run: by its journal, by the process that holds its lock, and by when it has logged; how it ended."""
 
-from __future__ import annotations
-
 import os
 import time
 from datetime import datetime

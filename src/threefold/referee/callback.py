@@ -1,7 +1,5 @@
 """The referee for transformers' Trainer, TRL and others that take callbacks: judges their training at its end."""
 
-from __future__ import annotations
-
 from contextlib import ExitStack
 from typing import Any
 

@@ -3,8 +3,6 @@
 No torch, and nothing of the program that was watched is loaded.
 """
 
-from __future__ import annotations
-
 import json
 from collections import defaultdict
 from collections.abc import Iterator, Sequence

@@ -4,8 +4,6 @@ The command gets the terminal, its signals and its own exit code; the referee on
 in the folder, which is new.
 """
 
-from __future__ import annotations
-
 import os
 import shlex
 import shutil

@@ -4,8 +4,6 @@ The page's own policy (Content-Security-Policy) allows exactly its script and it
 request: so text of a run that was mistaken for markup could do nothing.
 """
 
-from __future__ import annotations
-
 import base64
 import hashlib
 from collections.abc import Mapping, Sequence

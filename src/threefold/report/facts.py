@@ -4,8 +4,6 @@ Every file may be missing, cut or damaged: what can be read is shown, what canno
 Nothing here decides how it looks (`sections`).
 """
 
-from __future__ import annotations
-
 import contextlib
 import math
 import os

@@ -1,7 +1,5 @@
 """The top of a run's page, its figures with their units, and several runs side by side."""
 
-from __future__ import annotations
-
 import math
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence

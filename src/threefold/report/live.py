@@ -1,7 +1,5 @@
 """A run on a live page: only new data is read, and the page's parts are rebuilt when their files change."""
 
-from __future__ import annotations
-
 import math
 import threading
 import time

@@ -4,8 +4,6 @@
 terminal or the direction of text are shown by their codes.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterable, Sequence
 from html import escape

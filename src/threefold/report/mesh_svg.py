@@ -1,7 +1,5 @@
 """A mesh as a picture: a block for each data rank, in it a row for each cp rank and a column for each tp rank."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 
 from threefold.mesh.topology import Topology

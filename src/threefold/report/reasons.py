@@ -3,8 +3,6 @@
 For long runs with many rows this is slow, so it is computed once and kept; above a size it is left to the command.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The runs of a folder, found two folders deep, with state and last step: only the end of long files is read."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from functools import lru_cache
 from pathlib import Path

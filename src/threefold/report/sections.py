@@ -3,8 +3,6 @@
 In: a run's facts. Out: markup, in which every text of a file is escaped.
 """
 
-from __future__ import annotations
-
 import shlex
 from collections import defaultdict
 from collections.abc import Mapping

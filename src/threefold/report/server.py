@@ -7,8 +7,6 @@ Every request must name this machine as its host, so that a page of another site
 (DNS rebinding), and must carry the token: in the address once, then in a cookie that other sites cannot send.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import secrets

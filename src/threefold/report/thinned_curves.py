@@ -5,8 +5,6 @@ the first and the last point, the smallest, the largest, and a point that is not
 is lost.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import pairwise

@@ -4,8 +4,6 @@ The proof itself is `audit/proof`'s. What it needs besides the record is in the 
 step that it has logged, and its config.
 """
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path

@@ -1,7 +1,5 @@
 """From a request and a live mesh to a run that can start: data, model, optimizer, checkpoints, trackers."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 from collections.abc import Callable, Iterable, Sequence

@@ -4,8 +4,6 @@ A checkpoint is loaded only after its sizes and checksums were compared (the ran
 known to belong to this run. Until then, nothing in the run's folder changes.
 """
 
-from __future__ import annotations
-
 import math
 import sys
 from collections.abc import Callable, Iterator, Mapping

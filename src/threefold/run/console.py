@@ -1,7 +1,5 @@
 """The screen of rank 0: first what will be trained, then each logged step and a live bar, finally the result."""
 
-from __future__ import annotations
-
 import dataclasses
 import shlex
 from collections.abc import Iterator, Sequence

@@ -3,8 +3,6 @@
 The model must be as the run began with it: they are built before a checkpoint is read into it.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path

@@ -3,8 +3,6 @@
 All ranks write together, as `Model.generate` does. A replayed step appends its lines again; the last ones count.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any, NamedTuple
 

@@ -3,8 +3,6 @@
 Scores are over the same tokens, cut at the same places, as those of the harness for the exported model.
 """
 
-from __future__ import annotations
-
 import importlib.util
 import io
 import logging

@@ -1,7 +1,5 @@
 """One rank of an evaluation: a run's checkpoint on a mesh, over held-out rows and tasks. The run is left as it is."""
 
-from __future__ import annotations
-
 import sys
 from functools import partial
 

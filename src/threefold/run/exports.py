@@ -4,8 +4,6 @@ The first rank writes them from the checkpoint of that step, one process with th
 wait for it outside of collectives. A step that is replayed is written again.
 """
 
-from __future__ import annotations
-
 import shutil
 import threading
 from collections.abc import Callable, Iterator

@@ -4,8 +4,6 @@ Printed texts are for people. Programs read an `Ending` in the run's journal: th
 before it exits, or the process that started it does, if the rank could not (it was killed, or exited silently).
 """
 
-from __future__ import annotations
-
 import json
 import logging
 import sys

@@ -5,8 +5,6 @@ in time is that of the additional layers. So neither work outside of the layers 
 either figure.
 """
 
-from __future__ import annotations
-
 import statistics
 import time
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """For custom loops: a model on the mesh and an optimizer by its name, checked and built as for `threefold train`."""
 
-from __future__ import annotations
-
 import dataclasses
 import difflib
 from collections.abc import Mapping, Sequence

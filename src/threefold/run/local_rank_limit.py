@@ -1,7 +1,5 @@
 """How many local ranks this machine has room for: a typo in a mesh size must not bring the machine down."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from pathlib import Path
 

@@ -5,8 +5,6 @@ per cent (docs/plan.md), but were not measured on devices: a run is refused only
 If a device's memory is used up all the same, its snapshot is kept in the run's folder, and what would fit is named.
 """
 
-from __future__ import annotations
-
 import contextlib
 import logging
 from collections.abc import Iterator, Sequence

@@ -6,8 +6,6 @@ They are a CPU's: kernels of a device may keep other tensors, and compiled layer
 allocator and memory used by the driver are not included.
 """
 
-from __future__ import annotations
-
 import logging
 import warnings
 from collections.abc import Iterator, Mapping

@@ -3,8 +3,6 @@
 And a rank of a command that does not train: it joins the mesh, works, and reports a failure once for all ranks.
 """
 
-from __future__ import annotations
-
 import contextlib
 import logging
 import os

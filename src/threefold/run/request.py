@@ -1,7 +1,5 @@
 """A request for a run, checked with everything that is known before the first collective."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import partial

@@ -4,8 +4,6 @@ A fork is accepted once: from then on the run resumes itself, whatever command s
 its own checkpoints is repeated when a person asks again, and not when the same job is restarted or requeued.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import shlex

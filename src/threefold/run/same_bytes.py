@@ -4,8 +4,6 @@ The digests of the stores' blocks are compared before a model is built. If they 
 which block: those of the other rank, or those that the run keeps in its folder (`blocks/DIGEST.blocks`).
 """
 
-from __future__ import annotations
-
 import base64
 import functools
 import os

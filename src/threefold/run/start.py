@@ -1,7 +1,5 @@
 """`threefold train` and `threefold.train`: run as a rank if a launcher started this process, else start ranks."""
 
-from __future__ import annotations
-
 import atexit
 import gc
 import json

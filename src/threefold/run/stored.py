@@ -4,8 +4,6 @@ Everything is fetched into the run's folder before it is opened, so that resumin
 disk.
 """
 
-from __future__ import annotations
-
 import json
 import re
 import uuid

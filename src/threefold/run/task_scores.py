@@ -4,8 +4,6 @@ All dp ranks take their share of the same batches, so that each computes as ofte
 number and one flag per request.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator, Sequence
 from typing import Any

@@ -4,8 +4,6 @@ On a terminal long lines of the head are folded at 100 columns. Elsewhere, and i
 so that they can be searched.
 """
 
-from __future__ import annotations
-
 import logging
 import math
 import os

@@ -5,8 +5,6 @@ of the program. Ranks started here import them by name, as functions and classes
 plain facts, on rank 0: after logged steps, evaluations, saves, and at the end.
 """
 
-from __future__ import annotations
-
 import contextlib
 import hashlib
 import io

@@ -1,7 +1,5 @@
 """Batches of a custom loop: anything that a model would silently ignore or misread is refused, with the fix."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import Any
 

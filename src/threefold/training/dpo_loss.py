@@ -6,8 +6,6 @@ reward of the answer, in units of 1 / beta, is this sum minus that of a frozen r
 began with. The loss is the mean over the pairs of the global batch.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import NamedTuple, TypeAlias
 

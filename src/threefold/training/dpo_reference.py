@@ -5,8 +5,6 @@ in their order. It belongs to these rows, these weights (all their bytes) and th
 the same ones share it in the cache, and a run keeps its own copy, from which it resumes on any mesh.
 """
 
-from __future__ import annotations
-
 import json
 import shlex
 import time

@@ -1,7 +1,5 @@
 """Exact sums of the loss over rows that are shared unevenly by the dp ranks."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple

@@ -5,8 +5,6 @@ the sum of the sums over the dp x cp ranks and all micro-batches, divided by the
 attribute `measures`, names, gives a third: a tensor [measures] of further sums, reported as means of the same count.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress

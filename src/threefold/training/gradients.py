@@ -1,7 +1,5 @@
 """Gradients after the last backward: completed over tp and copies of the model, one norm over all axes, clipped."""
 
-from __future__ import annotations
-
 import collections
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple

@@ -4,8 +4,6 @@ Reads top to bottom. `step` decides what is done in a step, `checkpoint` what is
 based on facts that all ranks share, so that no rank enters a collective alone.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial

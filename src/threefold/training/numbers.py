@@ -1,7 +1,5 @@
 """The results of a step: on the device, and as numbers of the global batch."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import NamedTuple
 

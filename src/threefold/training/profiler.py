@@ -9,8 +9,6 @@ computed (a kernel on the device; on a CPU an operator of torch); a collective i
 waits for its data (idle); on a device, nothing happens on the host either (idle); else the host works.
 """
 
-from __future__ import annotations
-
 import gzip
 import json
 from collections import defaultdict

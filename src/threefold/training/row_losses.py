@@ -4,8 +4,6 @@ Nothing is sent, and nothing is waited for: on an accelerator a step's numbers a
 runs, and read after it. The targets of a row are counted in its labels, which are still on the host.
 """
 
-from __future__ import annotations
-
 import logging
 import os
 from collections.abc import Callable, Sequence

@@ -4,8 +4,6 @@ Sealed by checksums and independent of the mesh: weights and moments as named te
 values as JSON. Nothing is pickled. `threefold export FOLDER --to DIR` reads them like those of a run.
 """
 
-from __future__ import annotations
-
 import copy
 import hashlib
 import json

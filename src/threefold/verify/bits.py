@@ -4,8 +4,6 @@ What `train.reduce: exact` promises, shown on the user's own model, data and set
 gathered and hashed, so that the first step and the first tensor that differ can be named.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 from collections.abc import Mapping, Sequence

@@ -1,7 +1,5 @@
 """One rank of a verification: the mesh's steps compared with the single process, which rank 0 runs first."""
 
-from __future__ import annotations
-
 import functools
 import json
 import math

@@ -1,7 +1,5 @@
 """The rows of a step, each with its loss, that of comparable rows, source, documents and, on demand, its text."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The contents of a run's rows: documents in the source's store, and their text, while the store exists. No torch."""
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Sequence
 from functools import cached_property

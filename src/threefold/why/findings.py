@@ -11,8 +11,6 @@
 Each kind has a threshold; anything below it is noise.
 """
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass, field

@@ -1,7 +1,5 @@
 """Anomalies as lines for a terminal or one JSON object. Text from the data cannot control a terminal."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any
 

@@ -6,8 +6,6 @@ all rows and what is usual for its source do not count. Medians and median absol
 not hide itself.
 """
 
-from __future__ import annotations
-
 import warnings
 
 import numpy as np

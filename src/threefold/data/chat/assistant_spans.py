@@ -7,8 +7,6 @@ tools put before the last question), other texts are written into the turn, and 
 span is refused, and so is a turn with somebody else's text inside it.
 """
 
-from __future__ import annotations
-
 import contextlib
 import re
 from collections.abc import Callable, Sequence

@@ -6,8 +6,6 @@ The columns are those of the datasets that TRL reads: `messages`, ShareGPT's `co
 or is refused by a RowError.
 """
 
-from __future__ import annotations
-
 import difflib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field

@@ -1,7 +1,5 @@
 """From rows of instruction data to labelled tokens, by the settings of the config; called by the readers of rows."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass, replace

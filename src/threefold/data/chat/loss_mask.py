@@ -5,8 +5,6 @@ control token that the template writes after a turn is its end, and trained on; 
 not. Control tokens that are spelled out inside a text stay text.
 """
 
-from __future__ import annotations
-
 import json
 import re
 from collections import Counter

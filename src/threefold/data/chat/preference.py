@@ -5,8 +5,6 @@ the last white space that both have. Answers that are whole conversations may re
 the same tokens in both documents, and at least one: only then does the loss of a pair compare its answers.
 """
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any

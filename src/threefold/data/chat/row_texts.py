@@ -6,8 +6,6 @@ same, each place is known to the character. If it is not, the template depends o
 text must be in the rendering, in their order.
 """
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Callable, Mapping

@@ -10,8 +10,6 @@ Rows that fill no whole batch inside the epoch (`head` of them, which a step of 
 at its end) keep their places: which rows these are does not depend on their lengths.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass, field
 

@@ -13,8 +13,6 @@ So proportions hold by construction and not on average, and a small source begin
 independent of the others. `draws` implements the other meaning of weights.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 from fractions import Fraction

@@ -12,8 +12,6 @@ as often as it has turns; and the turns are spread out.
   less than 1 from its share of a split, and weights grow at least like these numbers towards the root.
 """
 
-from __future__ import annotations
-
 import heapq
 from collections.abc import Sequence
 from typing import Protocol

@@ -14,8 +14,6 @@ If the global batch does not divide an epoch, there are four ways to end it (`Ta
   so that it takes part in every collective.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 

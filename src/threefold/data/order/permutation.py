@@ -17,8 +17,6 @@ Two constructions, by n:
 read other rows.
 """
 
-from __future__ import annotations
-
 import math
 import operator
 from functools import cached_property

@@ -16,8 +16,6 @@ From a store of pairs, whole pairs are placed: the chosen document and the rejec
 its documents 2k and 2k + 1, so a loss finds the pairs by the document ids alone (even: chosen, odd: rejected).
 """
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from dataclasses import KW_ONLY, dataclass, field, fields

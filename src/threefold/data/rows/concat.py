@@ -13,8 +13,6 @@ document id -1. A token is a label at most once, and with `document_mask` a docu
 with a loss mask, only the tokens in the mask are labels.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import KW_ONLY, dataclass
 from functools import cached_property

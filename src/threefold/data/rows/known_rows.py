@@ -5,8 +5,6 @@ their bytes, for a run's record; texts that name the file, the block and the row
 blocks of rows that were just read, which reads them once more from the disk.
 """
 
-from __future__ import annotations
-
 import shlex
 import time
 from bisect import bisect_right

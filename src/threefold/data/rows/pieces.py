@@ -4,8 +4,6 @@ A document longer than a row is cut every S tokens, or truncated; the documents 
 that was cut has the document's next token as the label of its last place.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import numpy as np

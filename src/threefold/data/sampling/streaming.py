@@ -20,8 +20,6 @@ and keeps every n-th row. So all ranks have equally many batches and one state; 
 the dp ranks are left out. The first row is compared over all ranks; of the others, by what they shuffle.
 """
 
-from __future__ import annotations
-
 import zlib
 from collections.abc import Callable, Iterator, Mapping
 from itertools import islice

@@ -5,8 +5,6 @@ in a folder of the cache, as for any store. Instead of the .bin there is a .stor
 named after the hashes, so a store that is rewritten is another one.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from threefold.data.store.blocks import SUFFIX, Blocks, with_suffix

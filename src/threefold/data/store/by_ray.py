@@ -5,8 +5,6 @@ task whose process or host dies is begun again, a bounded number of times. The p
 are collected and compared there.
 """
 
-from __future__ import annotations
-
 import importlib
 from collections.abc import Generator, Sequence
 

@@ -7,8 +7,6 @@ new times, others are a change, which is named and never remembered. The tokens 
 a store that was copied without its hashes are compared with the fingerprint in its .json.
 """
 
-from __future__ import annotations
-
 import contextlib
 import hashlib
 from collections.abc import Callable

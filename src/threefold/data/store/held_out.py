@@ -5,8 +5,6 @@ documents of a pair are on one side. Each side is a separate stream, and its row
 training row has a token of a held-out document, as label or as input.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cached_property

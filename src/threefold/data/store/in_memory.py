@@ -5,8 +5,6 @@ transformers: unshifted, -100 where nothing is trained on) a token store. Its na
 same rows are the same source in every process and in every run, and other rows are another one.
 """
 
-from __future__ import annotations
-
 import contextlib
 import hashlib
 import json

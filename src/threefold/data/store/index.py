@@ -8,8 +8,6 @@ All little-endian. A sequence is a document in our stores; other programs may cu
 d bounds begin with 0 and end with n: document i is the sequences [bounds[i], bounds[i + 1]).
 """
 
-from __future__ import annotations
-
 import struct
 from dataclasses import dataclass
 from pathlib import Path

@@ -4,8 +4,6 @@ A prepared folder, or the prefix of a .bin/.idx pair, is opened directly. Anythi
 once into a cached store while the machine's other processes wait.
 """
 
-from __future__ import annotations
-
 import re
 import shlex
 from collections.abc import Sequence

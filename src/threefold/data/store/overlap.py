@@ -8,8 +8,6 @@ The evaluation is held in memory, 40 bytes a token up to `_MOST_SPANS`; the trai
 that, every k-th span of the evaluation is searched; and every k-th batch of the training, if a caller asks for that.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from itertools import pairwise

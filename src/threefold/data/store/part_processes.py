@@ -1,7 +1,5 @@
 """Parts encoded by several new processes of this host, one part at a time each; their exceptions are raised here."""
 
-from __future__ import annotations
-
 import multiprocessing
 import signal
 from collections.abc import Generator, Sequence

@@ -8,8 +8,6 @@ The seal holds pieces, counts and digests, but not the part's maker: any process
 writes the same bytes, each file whole. The digests are compared when the parts are joined.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import uuid

@@ -6,8 +6,6 @@ to one piece: so each document is in exactly one part. The counts must add up to
 of its bytes.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import chain

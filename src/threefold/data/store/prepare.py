@@ -7,8 +7,6 @@ folder's store while others on the machine wait; a complete store of the same co
 Memory: one batch of a megabyte of text per process, or the longest document if that is larger.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import errno
 import multiprocessing

@@ -7,8 +7,6 @@ store's address, each as one object that is put if absent. In the end one proces
 problems.
 """
 
-from __future__ import annotations
-
 import io
 import shutil
 import tarfile

@@ -1,7 +1,5 @@
 """The text of a row, from a parsed line or from a column of an Arrow table, and what is wrong with it."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any

@@ -5,8 +5,6 @@ paths relative to the folder, with `/` between the parts (`listing`). The finger
 folder that was moved or copied is the same source. Text is UTF-8 and keeps its line ends; a byte order mark is dropped.
 """
 
-from __future__ import annotations
-
 import difflib
 import hashlib
 import shlex

@@ -5,8 +5,6 @@ return no byte of any other block. So a store has the bytes that its fingerprint
 and whatever the file's times. Digests are remembered by the files' sizes, times and numbers, which a write changes.
 """
 
-from __future__ import annotations
-
 import contextlib
 import hashlib
 import io

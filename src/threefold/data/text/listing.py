@@ -6,8 +6,6 @@ a folder of rows, files that describe a dataset, and .json and .csv files beside
 names its files itself. Empty files of the kinds that came later than the others are left out.
 """
 
-from __future__ import annotations
-
 import glob
 import json
 import os

@@ -7,8 +7,6 @@ whose text is missing, null or not a string is treated like a line that does not
 or counted. A compressed file is read to its end before any of its rows is used, so a damaged one yields none.
 """
 
-from __future__ import annotations
-
 import contextlib
 import csv
 import functools

@@ -4,8 +4,6 @@ Every check uses facts that all ranks have, so either all ranks continue or all 
 something else, the error names it.
 """
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Iterator
 from typing import Any

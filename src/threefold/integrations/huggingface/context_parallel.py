@@ -6,8 +6,6 @@ returns the mean loss over all targets of the rows, the same on every cp rank. S
 as tensor ranks do, and the average over all ranks is the gradient of complete rows.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any

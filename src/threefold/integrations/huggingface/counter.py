@@ -8,8 +8,6 @@ an epoch, and fewer rows left out than a step has. What was read is saved with t
 one bit per row, so that an epoch is checked across a resume.
 """
 
-from __future__ import annotations
-
 import math
 from collections import deque
 from collections.abc import Callable, Iterator

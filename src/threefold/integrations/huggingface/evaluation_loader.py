@@ -5,8 +5,6 @@ dataset. Invariants: every row once; every rank makes the same number of steps, 
 that a loss may gather them; a rank without a row in the last one computes a stand-in that is not counted.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from functools import partial
 from typing import Any

@@ -1,7 +1,5 @@
 """The Trainer's loaders, made from its arguments: for training, for a custom loader, and for evaluation."""
 
-from __future__ import annotations
-
 import operator
 from collections.abc import Callable, Sequence
 from functools import partial

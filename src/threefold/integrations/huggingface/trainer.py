@@ -7,8 +7,6 @@ once; loss and gradient are those of the mean over all targets of a step, on any
 run resumes at the next sample, also with other ranks or another batch size.
 """
 
-from __future__ import annotations
-
 import functools
 import inspect
 import itertools

@@ -7,8 +7,6 @@ pickle is read. The place of a resumed run is a position in the order, not a num
 steps done by the steps of an epoch, which is wrong once the number of ranks or the batch size changes.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import math

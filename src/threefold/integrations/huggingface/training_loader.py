@@ -8,8 +8,6 @@ ranks do not divide an epoch, the row of its last round is collated alone, as th
 without a sample in that round has a stand-in there, which the loss leaves out.
 """
 
-from __future__ import annotations
-
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass

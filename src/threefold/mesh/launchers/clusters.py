@@ -4,8 +4,6 @@ They start one process on each host, or on the first one alone, and publish the 
 Such a process must not train alone: each host would do the whole run.
 """
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Callable, Iterator, Sequence

@@ -4,8 +4,6 @@
 launcher.
 """
 
-from __future__ import annotations
-
 import functools
 import re
 from collections.abc import Mapping, Sequence

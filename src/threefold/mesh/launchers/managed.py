@@ -4,8 +4,6 @@ They are layers of the config: a job's hyperparameters count as much as the comm
 launcher suggests are defaults, which a config file overrides.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 from collections.abc import Mapping

@@ -7,8 +7,6 @@ srun in a Slurm job, and several also set what MPICH's does. Launchers that cont
 are refused: ranks would wait forever or train alone.
 """
 
-from __future__ import annotations
-
 import dataclasses
 
 from threefold.errors import ConfigError

@@ -7,8 +7,6 @@ queries, `ulysses` brings entire rows of some heads to every rank; `model/collec
 gradients back.
 """
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager

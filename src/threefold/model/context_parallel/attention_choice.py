@@ -10,8 +10,6 @@ split their rows.
 device, type and size; a kernel that cannot serve a call is skipped, so the choice affects time and never the result.
 """
 
-from __future__ import annotations
-
 import copy
 import inspect
 import re

@@ -6,8 +6,6 @@ computed, so windows, documents and the causal half cost what they hold. In the 
 it reads one number of a tensor for a query and none for a key: where the query's document starts.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import cache
 from inspect import getclosurevars

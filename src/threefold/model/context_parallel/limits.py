@@ -4,8 +4,6 @@ The model has no storage yet. Anything that is not refused is corrected where it
 `recurrence`, `positions`), or caught by the probes of an admission.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from types import CodeType
 from typing import Any

@@ -8,8 +8,6 @@ one long document would change the factors of all: both sets of factors are comp
 its document alone would give it.
 """
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Callable
 from typing import Any

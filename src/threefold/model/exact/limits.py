@@ -1,7 +1,5 @@
 """Models that `train.reduce: exact` does not support, and its line in the head of a run."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any
 

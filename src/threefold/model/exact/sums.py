@@ -9,8 +9,6 @@ which all ranks find together, the step is computed again with the largest of al
 ranks. Communication of cp and tp ranks in forward and backward is floating point: their number must stay the same.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar

@@ -6,8 +6,6 @@ same way as the head it shares its weight with; norms that see only this rank's 
 the end of a step, because the plan's own hook would sum an accumulated gradient again at every micro-batch.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field

@@ -6,8 +6,6 @@ the next is on its way (asynchronous tensor parallelism, doi:10.1145/3567955.356
 operations). The sums are those of `layers`, whose parts of rows are added in another order.
 """
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Callable
 from typing import Any

@@ -5,8 +5,6 @@ module of the user's. A `sitecustomize` that the user has runs as it would witho
 standard library; without THREEFOLD_REFEREE in the environment nothing is attached.
 """
 
-from __future__ import annotations
-
 import importlib.abc
 import importlib.util
 import os

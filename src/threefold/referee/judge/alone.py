@@ -4,8 +4,6 @@ For models that are not of transformers, whose config does not show what they co
 the record, with the digest of what it was judged by.
 """
 
-from __future__ import annotations
-
 import copy
 import os
 import sys

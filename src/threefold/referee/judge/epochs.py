@@ -5,8 +5,6 @@ contents, so what changes from epoch to epoch (augmented rows, random masks) is 
 should be is known from the data set where a sampler of a known kind draws from all of it; else from the other epochs.
 """
 
-from __future__ import annotations
-
 from collections import Counter, defaultdict
 from dataclasses import dataclass
 from itertools import pairwise

@@ -1,7 +1,5 @@
 """Exports of the model by transformers: read again, each must be the model that was in memory."""
 
-from __future__ import annotations
-
 import contextlib
 import io
 import logging

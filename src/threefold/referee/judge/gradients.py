@@ -6,8 +6,6 @@ one that no factor explains, is named. The effect of the program's precision is 
 run in it, and its difference from float32 is the tolerance.
 """
 
-from __future__ import annotations
-
 import statistics
 from typing import NamedTuple
 

@@ -4,8 +4,6 @@ A law gives each unit (a row, or a micro-batch that cannot be taken apart) the w
 is a sum of the units' own gradients, each the gradient of the sum over its targets, with these weights.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple

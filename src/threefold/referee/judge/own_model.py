@@ -5,8 +5,6 @@ Its gradients are tried under each reading: one under which they are made of tho
 there is none, nothing is known to be wrong.
 """
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Iterator
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """The form of a verdict: parts, each proved, refuted, not judged or not there, in three lines."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections import Counter, defaultdict

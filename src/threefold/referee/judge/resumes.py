@@ -5,8 +5,6 @@ same on any mesh. Where the first start trained on beyond the save, the steps of
 are one training, whose epochs are judged as those of one start.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, replace

@@ -1,8 +1,6 @@
 """Comparisons of ranks: rows that two data ranks read in one step, rows that ranks of one model copy read differently,
 and whether ranks that hold the same part of a weight or a gradient hold the same values, to the last bit."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Iterator
 from itertools import combinations, product

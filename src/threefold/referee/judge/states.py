@@ -1,7 +1,5 @@
 """The state of a training, whole, from what each rank has recorded of its parts (`rank/state.py`)."""
 
-from __future__ import annotations
-
 import math
 from collections import defaultdict
 from collections.abc import Iterator, Sequence

@@ -4,8 +4,6 @@ The update is recomputed by torch's own optimizer in one process from the record
 first step of the optimizer on; each weight must move accordingly.
 """
 
-from __future__ import annotations
-
 from itertools import chain, pairwise
 
 import torch

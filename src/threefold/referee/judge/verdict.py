@@ -4,8 +4,6 @@ Refuted if one part is; proved if every part that the program has is; else not j
 called right, and the parts that the referee does not know yet are named.
 """
 
-from __future__ import annotations
-
 import shlex
 from dataclasses import asdict, dataclass, replace
 from itertools import chain

@@ -3,8 +3,6 @@
 It only counts and reads: no loader is asked for anything that the program does not ask for.
 """
 
-from __future__ import annotations
-
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable

@@ -4,8 +4,6 @@ From the wrapper (DistributedDataParallel, FullyShardedDataParallel), from the m
 and from the placements of the parameters. Anything not shown there is reported in `unknown`, and is not judged.
 """
 
-from __future__ import annotations
-
 import re
 from typing import Any
 

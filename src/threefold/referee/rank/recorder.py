@@ -6,8 +6,6 @@ and loaders' workers leave no file. Whatever fails here is recorded and ends the
 number is drawn and no tensor of the program is changed.
 """
 
-from __future__ import annotations
-
 import atexit
 import os
 import sys

@@ -8,8 +8,6 @@ Of a cross-entropy, the gradient at the logits of a token is `weight * (softmax(
 and its weight in the sum follow from the gradient, and a residual shows that the loss is another one.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 

@@ -4,8 +4,6 @@ The seal of a line is the digest of its text and of the seal before it. No pickl
 library: it also runs where threefold is not installed.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import math

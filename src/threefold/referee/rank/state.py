@@ -4,8 +4,6 @@ The sum of a tensor adds up the bits of each value times a number that its place
 2**64. So sums of the parts of a tensor add up to that of the whole, on any mesh; another value or place is another sum.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from typing import Any

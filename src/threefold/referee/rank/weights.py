@@ -6,8 +6,6 @@ stages 1 and 2 divide the gradients and whose stage 3 divides the weights too. A
 Ranks that hold a copy write digests instead, so that a record has each weight once for each part of it.
 """
 
-from __future__ import annotations
-
 import inspect
 import json
 import re

@@ -10,8 +10,6 @@ cgroup, a container that hides them) is left out.
 And the last collectives of this rank, as torch knows them.
 """
 
-from __future__ import annotations
-
 import faulthandler
 import linecache
 import logging

@@ -8,8 +8,6 @@ Rank 0 is the first judge; if it gives no sign of life, the rank that sees this 
 clock counts. At the end, the ranks leave together: one whose end hangs is named like any.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import logging

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from transformers import Qwen3Config, Qwen3ForCausalLM
+from transformers import Qwen3Config, Qwen3ForCausalLM, T5Config, T5ForConditionalGeneration
 
 from threefold.referee.judge.checked_steps import CheckedStep, TrainedRows, _assembled
 from threefold.referee.judge.gradients import judge_gradients, judge_target_places
@@ -643,6 +643,22 @@ def test_targets_are_tokens_of_their_rows_where_a_model_writes_them() -> None:
     step = CheckedStep(1, {}, {}, rows, set(), set(), [], {}, {})
     for name, status in (("Qwen3ForCausalLM", "not judged"), ("BertForMaskedLM", "proved")):
         assert judge_target_places([step], {"class": name}).status == status
+
+
+def test_an_encoder_decoder_reads_its_labels() -> None:
+    torch.manual_seed(0)
+    sizes = {"d_model": 32, "d_kv": 8, "d_ff": 64, "num_layers": 1, "num_heads": 4}
+    model = T5ForConditionalGeneration(
+        T5Config(vocab_size=97, dropout_rate=0.0, decoder_start_token_id=0, **sizes)
+    )
+    inputs = {"input_ids": torch.randint(1, 97, (1, 9)), "labels": torch.randint(1, 97, (1, 6))}
+    inputs["labels"][:, 4:] = -100
+    row = TrainedRows(0, 0, 0, inputs, inputs["labels"], None)
+    names = [name for name, _ in model.named_parameters()]
+    found = OwnModel(model).gradients([(row, 1.0)], names)
+    (4 * model(**inputs).loss).backward()
+    for name, gradient in zip(names, found, strict=True):
+        torch.testing.assert_close(gradient, model.get_parameter(name).grad, msg=name)
 
 
 def test_padding_that_is_a_token_too_is_told_apart() -> None:

@@ -126,9 +126,14 @@ class OwnModel:
     @property
     def _shifts(self) -> bool:
         kind = getattr(self.model, "loss_type", None)
-        config: Any = getattr(self.model, "config", None)
         is_causal = kind in (None, "ForCausalLM", "ForConditionalGeneration")
-        return is_causal and not getattr(config, "is_encoder_decoder", False)
+        return is_causal and not self._has_decoder
+
+    @property
+    def _has_decoder(self) -> bool:
+        """Whether labels are also what a decoder reads."""
+        config: Any = getattr(self.model, "config", None)
+        return getattr(config, "is_encoder_decoder", False)
 
     def gradients(
         self,
@@ -173,7 +178,8 @@ class OwnModel:
         if unit.targets is None:
             loss: Tensor = self.model(**inputs).loss
             return loss * self.num_targets(unit)
-        inputs = {name: value for name, value in inputs.items() if name not in _NOT_INPUTS}
+        left_out = _NOT_INPUTS[1:] if self._has_decoder else _NOT_INPUTS
+        inputs = {name: value for name, value in inputs.items() if name not in left_out}
         output = self.model(**inputs)
         logits: Tensor = output if isinstance(output, Tensor) else output.logits
         if unit.targets.ndim > 1:

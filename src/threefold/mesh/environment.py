@@ -128,10 +128,12 @@ def allow_open_files() -> int:
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     limit = _OPEN_FILES if hard == resource.RLIM_INFINITY else min(hard, _OPEN_FILES)
-    if soft == resource.RLIM_INFINITY or soft >= limit:
-        return max(soft, limit)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (limit, hard))
-    return limit
+    if soft == resource.RLIM_INFINITY:
+        return limit
+    if soft < limit:
+        with contextlib.suppress(ValueError, OSError):  # a kernel may take less than it names
+            resource.setrlimit(resource.RLIMIT_NOFILE, (limit, hard))
+    return resource.getrlimit(resource.RLIMIT_NOFILE)[0]
 
 
 def namespace_here(kind: str) -> str | None:

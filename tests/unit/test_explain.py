@@ -191,6 +191,20 @@ def test_negative_exit_code_of_a_crash_is_told_as_one(line: str) -> None:
     assert found is None or found.known.name != "segmentation-fault"
 
 
+@pytest.mark.parametrize(
+    "line",
+    [
+        "[12345.678] python[4242]: segfault at 8 ip 7f1 sp 7ff error 4 in libc10_cuda.so[7f2+5c000]",
+        "n1 kernel: traps: pt_main_thread[42] general protection fault ip:7f in libtorch_cpu.so[7f+1]",
+    ],
+)
+def test_crash_that_only_the_kernel_names_is_told_if_it_is_of_python(line: str) -> None:
+    found = explain(f"torchrun train.py\n{line}\n")
+    assert found is not None and found.known.name == "segmentation-fault"
+    other = line.replace("python", "nvtop").replace("pt_main_thread", "Xorg")
+    assert explain(f"torchrun train.py\n{other}\n") is None
+
+
 def test_ninja_that_failed_without_its_output_is_a_build_that_failed() -> None:
     error = "subprocess.CalledProcessError: Command '['ninja', '-v']' returned non-zero exit status 1."
     found = explain(f"torchrun train.py\n{error}\n")

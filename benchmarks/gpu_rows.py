@@ -424,7 +424,7 @@ def _documents(query: Any, key: Any, value: Any) -> dict[str, dict[str, Any]]:
     import torch
     from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
-    from threefold.model.context_parallel.kernels import DocumentLengths, attend_lengths
+    from threefold.model.context_parallel.local_attention import DocumentLengths, attend_lengths
 
     rows, _, length, _ = query.shape
     places = torch.arange(length, device=query.device).expand(rows, -1)

@@ -94,6 +94,12 @@ REFUSALS: dict[str, list[tuple[tuple[str, ...], str]]] = {
             "mesh.dp x mesh.cp x mesh.tp = 4096, but this machine has room for ",
         )
     ],
+    "Rows longer than the model has positions": [
+        (
+            ("--mesh.dp", "1", "--data.seq_len", "2049", *model("llama")),
+            "data.seq_len = 2049, but the model supports at most 2048 positions\n",
+        )
+    ],
     "Preferences": [
         (("--train.objective", "ppo"), "train.objective = ppo is not accepted (command line)\n")
     ],

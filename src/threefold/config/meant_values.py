@@ -12,17 +12,8 @@ from pydantic import ValidationError
 
 from threefold.config.schema import Config
 
-_YES_NO = {
-    "yes": True,
-    "y": True,
-    "on": True,
-    "1": True,
-    "no": False,
-    "n": False,
-    "off": False,
-    "0": False,
-}
-_YES_NO |= {"true": True, "false": False}
+_YES_NO = dict.fromkeys(("yes", "y", "on", "1", "true"), True)
+_YES_NO |= dict.fromkeys(("no", "n", "off", "0", "false"), False)
 # By what others call it: torch, transformers, bitsandbytes, accelerate, DeepSpeed.
 _ALIASES: dict[str, dict[str, Any]] = {
     "model.dtype": dict.fromkeys(("bf16", "half", "fp16", "float16", "f16"), "bfloat16")

@@ -6,13 +6,8 @@ from threefold.mesh.topology import Topology
 from threefold.report.markup import Html, tag
 
 _MOST_DRAWN, _WIDTH = 1024, 640
-_KINDS = {
-    "forward": "computes",
-    "backward": "computes",
-    "optimizer": "computes",
-    "data": "waits",
-    "reduce": "waits",
-}
+_KINDS = dict.fromkeys(("forward", "backward", "optimizer"), "computes")
+_KINDS |= dict.fromkeys(("data", "reduce"), "waits")
 
 
 def drawn(topology: Topology, now: Mapping[int, str]) -> Html:

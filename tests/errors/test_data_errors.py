@@ -444,6 +444,13 @@ def test_field_that_no_row_has(folder: Path) -> None:
             ("instruction", "context", "response"),
             "{instruction: instruction, input: context, output: response}",
         ),
+        (
+            ("system_prompt", "question", "response"),
+            "{instruction: question, system: system_prompt, output: response}",
+        ),
+        (("id", "Question", "Answer"), "{prompt: Question, completion: Answer}"),
+        (("prompt", "response"), "{prompt: prompt, completion: response}"),
+        (("conversation",), "{messages: conversation}"),
         (("question", "context"), "{text: context}"),
     ],
 )

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from threefold.config.yaml_text import pasted
 from threefold.data.chat.formats import Columns, Example, RowError, columns_of, example_of
 from threefold.data.chat.labeller import chat_template, format_of
 from threefold.data.text.source import Labels, Source
@@ -59,6 +60,42 @@ def test_columns_of_several_formats_are_refused() -> None:
     assert columns_of(["messages", "text"], format="chat").format == "chat"
     with pytest.raises(ConfigError, match="match text and chat"):
         columns_of(["messages", "text"])
+
+
+@pytest.mark.parametrize(
+    ("names", "unread", "fix"),
+    [
+        (["system", "question", "chosen", "rejected"], "question", {"prompt": "question"}),
+        (
+            ["instruction", "output", "system_prompt"],
+            "system_prompt",
+            {"system": "system_prompt"},
+        ),
+        (["messages", "system_prompt"], "system_prompt", {"system": "system_prompt"}),
+        (
+            ["instruction", "input", "chosen", "rejected"],
+            "instruction, input",
+            "rows with `messages`",
+        ),
+        (["instruction", "input", "output", "history"], "history", "rows with `messages`"),
+        (["prompt", "completion", "label"], "label", "a source of only the rows to learn from"),
+    ],
+)
+def test_columns_that_would_silently_be_lost(
+    names: list[str], unread: str, fix: str | dict[str, str]
+) -> None:
+    """A question that no document has, or an answer that is not to be learnt, is no choice of `auto`."""
+    with pytest.raises(ConfigError) as caught:
+        columns_of(names)
+    (problem,) = caught.value.problems
+    assert problem.what.endswith(f", without {unread}")
+    if isinstance(fix, dict):
+        assert problem.fix.startswith(f"--data.fields {pasted(fix)} ")
+        assert set(fix) < {*columns_of(names, fields=fix).names}
+    else:
+        assert problem.fix.startswith(fix)
+    format = problem.fix.rpartition("--data.format ")[2].rstrip(")")
+    assert columns_of(names, format=format).format == format
 
 
 def test_columns_of_no_format_are_refused() -> None:

@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from threefold.config.yaml_text import pasted
 from threefold.data.text.source import kind_of
 from threefold.errors import ConfigError
 from threefold.jsonl import Values, from_json
@@ -23,44 +24,31 @@ _COLUMNS: dict[str, tuple[tuple[str, ...], ...]] = {
     "prompt_completion": (("prompt", "completion"), ("instruction", "output")),
 }
 # Columns that a row may have besides; a later row may have one that the first has not.
+_BESIDE = ("system", "tools", "chat_template_kwargs")
 _OPTIONAL = {
     "text": (),
-    "chat": ("system", "tools", "chat_template_kwargs"),
-    "prompt_completion": ("input", "system", "tools", "chat_template_kwargs"),
-    "preference": ("prompt", "system", "tools", "chat_template_kwargs"),
+    "chat": _BESIDE,
+    "prompt_completion": ("input", *_BESIDE),
+    "preference": ("prompt", *_BESIDE),
 }
-FIELDS = (
-    "text",
-    "messages",
-    "conversations",
-    "role",
-    "content",
-    "prompt",
-    "completion",
-    "instruction",
-    "input",
-    "output",
-    "chosen",
-    "rejected",
-    "system",
-    "tools",
-    "chat_template_kwargs",
-)
+_TWO_PARTS = ("prompt", "completion", "instruction", "input", "output", "chosen", "rejected")
+FIELDS = ("text", "messages", "conversations", "role", "content", *_TWO_PARTS, *_BESIDE)
 # ShareGPT's names of who speaks, and those of other collections.
+_ASSISTANTS = ("gpt", "chatgpt", "bing", "bard", "model", "function_call")
+_TOOLS = ("observation", "function_response", "ipython")
 _ROLES = {
     "human": "user",
-    "gpt": "assistant",
-    "chatgpt": "assistant",
-    "bing": "assistant",
-    "bard": "assistant",
+    **dict.fromkeys(_ASSISTANTS, "assistant"),
+    **dict.fromkeys(_TOOLS, "tool"),
 }
-_ROLES |= {
-    "model": "assistant",
-    "observation": "tool",
-    "function_response": "tool",
-    "ipython": "tool",
+# What other collections call our columns: unread, rows would be trained on without them.
+_ALSO_CALLED = {"prompt": ("instruction", "question", "query"), "system": ("system_prompt",)}
+# No column of ours holds these.
+_NOT_READ = {
+    "history": "rows with `messages`, which hold every turn",
+    "input": "rows with `messages`, which hold the whole question",
+    "label": "a source of only the rows to learn from",
 }
-_ROLES |= {"function_call": "assistant"}
 _KNOWN = ("system", "developer", "user", "assistant", "tool", "function")
 NO_JSON = "\ufdd2"
 """A character that is in no text: it stands before the type of a value that JSON does not have."""
@@ -164,7 +152,35 @@ def columns_of(
     optional = (
         name for name in _OPTIONAL[chosen] if name in present and name not in readable[chosen]
     )
-    return Columns(chosen, (*readable[chosen], *optional), renamed)
+    columns = Columns(chosen, (*readable[chosen], *optional), renamed)
+    if format == "auto":
+        _refuse_unread(columns, names)
+    return columns
+
+
+def _refuse_unread(columns: Columns, names: Sequence[str]) -> None:
+    """ConfigError for columns that by their names say what a row means, and would not be read."""
+    meant = {
+        ours: next((name for name in others if name in names), None)
+        for ours, others in _ALSO_CALLED.items()
+        if ours in _OPTIONAL[columns.format] and ours not in columns.names
+    }
+    renamed = {ours: theirs for ours, theirs in meant.items() if theirs}
+    used = columns.theirs(columns.names)
+    unread = [
+        name
+        for name in _NOT_READ
+        if columns.format != "chat" and name in names and name not in used
+        if name != "label" or "completion" in columns.names
+    ]
+    if renamed or unread:
+        fix = f"--data.fields {pasted({**columns.fields, **renamed})}"
+        raise ConfigError(
+            f"data.format = auto: the rows would be read as {columns.format} ({', '.join(used)}), "
+            f"without {', '.join([*renamed.values(), *unread])}",
+            expected="every column that says what is asked, or which answers to learn from",
+            fix=f"{_NOT_READ[unread[0]] if unread else fix}   (or, without: --data.format {columns.format})",
+        )
 
 
 def formats_in(

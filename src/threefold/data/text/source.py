@@ -32,8 +32,17 @@ MAX_FIELDS = 40
 
 _CHATS = {"messages", "conversations", "prompt", "completion", "instruction", "response"}
 # Names of other columns that hold a question, and what is to be learnt as its answer.
-_QUESTIONS = ("instruction", "question", "query", "problem", "input")
-_ANSWERS = ("response", "answer", "output", "solution", "target")
+_QUESTIONS = (
+    "instruction",
+    "question",
+    "query",
+    "problem",
+    "prompt",
+    "user",
+    "input",
+    "source",
+)
+_ANSWERS = ("response", "answer", "output", "solution", "assistant", "target")
 CHAT_FIX = (
     "leave data.format out: conversations are found by their columns; columns of other names: --data.fields "
     "'{prompt: NAME, completion: NAME}'   (or one field of text: --data.fields '{text: NAME}')"
@@ -346,19 +355,22 @@ def missing_field(
         else "no such field"
     )
     fix = "a source whose rows have a field of text"
-    asked, answer = (
-        next((name for name in names if name in texts), None)
-        for names in (_QUESTIONS, _ANSWERS)
+    asked, answer, more, system = (
+        next((text for name in names for text in texts if text.lower() == name), None)
+        for names in (_QUESTIONS, _ANSWERS, ("context",), ("system", "system_prompt"))
     )
     if field == "text" and asked and answer:
         columns = {"prompt": asked, "completion": answer}
-        if "context" in texts:
-            columns = {"instruction": asked, "input": "context", "output": answer}
+        if more or system:
+            parts = {"instruction": asked, "input": more, "system": system, "output": answer}
+            columns = {ours: theirs for ours, theirs in parts.items() if theirs}
         fix = f"--data.fields {pasted(columns)}   (only the {answer} is trained on)"
     elif nearest := difflib.get_close_matches(
         field, [name for name in texts if name not in _CHATS], 1, 0.5
     ):
         fix = f"--data.fields {pasted({'text': nearest[0]})}"
+    elif "conversation" in fields:
+        fix = f"--data.fields {pasted({'messages': 'conversation'})}"
     elif _CHATS & {name.partition(".")[0] for name in fields}:
         fix = CHAT_FIX
     elif texts:

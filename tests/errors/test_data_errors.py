@@ -463,6 +463,32 @@ def test_questions_with_answers_are_no_text(
     assert pasted.startswith(f"--data.fields '{fix}'")
 
 
+@pytest.mark.parametrize(
+    ("train", "held_out", "fix"),
+    [
+        (
+            "d/data/train-00000-of-00001.jsonl",
+            "d/data/test-00000-of-00001.jsonl",
+            "'d/data/*train*'",
+        ),
+        ("d/gsm_train.jsonl", "d/gsm_validation.jsonl", "'d/*train*'"),
+        ("d/train/a.txt", "d/test/a.txt", "d/train"),
+    ],
+)
+def test_folder_of_several_splits(folder: Path, train: str, held_out: str, fix: str) -> None:
+    """A test set that is trained on proves nothing; whoever pastes the fix reads one of them, or all knowingly."""
+    for name in (train, held_out, "d/code/train.py", "d/code/tests/test_a.py"):
+        Path(name).parent.mkdir(parents=True, exist_ok=True)
+        Path(name).write_text(json.dumps({"text": name}) + "\n")
+    ((what, _, pasted),) = said(rows("d"))
+    assert what.startswith("data.source = 'd' holds several splits: ")
+    assert pasted.startswith(f"--data.source {fix}   or   --data.source ")
+    sources = [shlex.split(part)[-1] for part in pasted.partition("   (")[0].split("   or   ")]
+    every = shlex.split(pasted.rpartition("(all of it: ")[2].rstrip(")"))[0]
+    num_files = [len(open_text(Source(each)).pieces) for each in (*sources, every, "d/code")]
+    assert num_files == [1, 1, 2, 2]
+
+
 def test_parquet_field(folder: Path) -> None:
     for name in ("a", "b"):
         pyarrow.parquet.write_table(

@@ -232,13 +232,7 @@ class CheckpointFolder:
             return (step, eval_loss) if math.isfinite(eval_loss) else None
         except (FileNotFoundError, NotADirectoryError):
             return None
-        except (
-            OSError,
-            ValueError,
-            KeyError,
-            TypeError,
-            OverflowError,
-        ) as error:
+        except (OSError, ValueError, KeyError, TypeError, OverflowError) as error:
             raise CheckpointError(
                 f"{self.path / _BEST} cannot be read: {error!r}",
                 expected="step and loss of the best checkpoint, as they were written: it is kept by this record",

@@ -197,13 +197,7 @@ class Index:
             entries = {
                 name: _entry(values, files, ends) for name, values in index["tensors"].items()
             }
-        except (
-            OSError,
-            ValueError,
-            LookupError,
-            TypeError,
-            AttributeError,
-        ) as error:
+        except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
             raise CheckpointError(
                 f"{path} is not an index of a checkpoint: {error}",
                 expected="the index that was written with the checkpoint",

@@ -125,11 +125,7 @@ def _cut(config: Config, values: dict[str, Any], kept: int, depth: int) -> Confi
     return config.changed(
         model={"name_or_path": None, "config": cut},
         mesh={"dp": 1, "dp_shard": 1, "cp": 1, "tp": 1, "cpu_offload": False},
-        train={
-            "global_batch": rows,
-            "micro_batch": rows,
-            "activation_checkpointing": "none",
-        },
+        train={"global_batch": rows, "micro_batch": rows, "activation_checkpointing": "none"},
     )
 
 

@@ -140,12 +140,7 @@ def _train(loaded: LoadedConfig, mesh: Mesh, why: str, watch: Watchdog) -> int:
             head = head_of(
                 built,
                 why,
-                (
-                    admission,
-                    *full_size,
-                    *asked.said,
-                    *_compute_type(loaded.config, mesh),
-                ),
+                (admission, *full_size, *asked.said, *_compute_type(loaded.config, mesh)),
             )
             introduce(console, head)
             unevaluated = _left_in_evaluation(built)

@@ -22,12 +22,7 @@ from filelock import FileLock
 from threefold.data.store.blocks import with_suffix
 from threefold.data.store.hash_cache import known
 from threefold.data.store.parts import EncodedPart, PartDone, PartMaker, plan_parts
-from threefold.data.store.store import (
-    StoreInfo,
-    TokenStore,
-    dtype_for,
-    read_info,
-)
+from threefold.data.store.store import StoreInfo, TokenStore, dtype_for, read_info
 from threefold.data.store.writer import StoreWriter
 from threefold.data.text.known_bytes import content_digest
 from threefold.data.text.source import ReadLog, TextSource, log_error

@@ -77,11 +77,7 @@ class Pulse:
             return None
         try:
             return cls(path)
-        except (
-            OSError,
-            RuntimeError,
-            ValueError,
-        ) as error:
+        except (OSError, RuntimeError, ValueError) as error:
             # No such memory, or no such signal, in this container.
             log.warning("watchdog: no pulse: %s", error)
             return None

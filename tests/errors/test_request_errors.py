@@ -108,7 +108,7 @@ def test_missing_config_file() -> None:
 def test_config_file_of_another_encoding() -> None:
     Path("c.yaml").write_bytes(b"log: {dir: caf\xe9}")
     assert text(lambda: config_loading.load("c.yaml", environ={})) == problem(
-        "c.yaml: not UTF-8 text", "a readable YAML file", "check the path"
+        "c.yaml: not UTF-8 text", "a readable YAML file", "save it as UTF-8"
     )
 
 

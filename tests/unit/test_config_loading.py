@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from threefold.config import loading
-from threefold.config.dropped import DROPPED
+from threefold.config.dropped import DROPPED, ELSEWHERE
 from threefold.config.loading import LoadedConfig, validate
 from threefold.config.paths import with_absolute_paths
 from threefold.config.schema import Config, OptimizerConfig, TrainConfig, every_key
@@ -296,7 +296,7 @@ def test_entry_of_a_list_is_named(folder: Path) -> None:
         ("train.stepz", "train.steps"),
         ("trian.steps", "train.steps"),
         ("lr", "optimizer.lr"),
-        ("optimizer.learning_rate", "optimizer.min_lr"),
+        ("optimizer.learning_rate", "optimizer.lr"),
         ("checkpoint.evry", "checkpoint.every"),
         ("model.seq_len", "data.seq_len"),
         ("tarin", "train"),
@@ -310,6 +310,27 @@ def test_unknown_key_is_refused_with_the_nearest(
     (problem,) = caught.value.problems
     assert problem.what == f"unknown key {unknown}"
     assert problem.fix == f"did you mean {meant}?"
+
+
+@pytest.mark.parametrize("line", ["learning_rate: 1e-4", "train: {learning_rate: 1e-4}"])
+def test_key_of_another_trainer_is_refused_with_ours(folder: Path, line: str) -> None:
+    """Also at the top of a file, where others have all of theirs; the nearest by its spelling was train.nonfinite."""
+    Path("c.yaml").write_text(f"{line}\n")
+    with pytest.raises(ConfigError) as caught:
+        loading.load("c.yaml", environ={})
+    assert [problem.fix for problem in caught.value.problems] == ["did you mean optimizer.lr?"]
+    assert {*ELSEWHERE.values()} <= {*every_key()}
+    assert not ELSEWHERE.keys() & {key.rpartition(".")[2] for key in every_key()}
+
+
+def test_key_with_its_section_in_a_file(folder: Path) -> None:
+    Path("c.yaml").write_text("train.steps: 10\n")
+    with pytest.raises(ConfigError) as caught:
+        loading.load("c.yaml", environ={})
+    (problem,) = caught.value.problems
+    assert problem.fix == "train: {steps: 10}"
+    Path("c.yaml").write_text(problem.fix)
+    assert loading.load("c.yaml", environ={}).config.train.steps == 10
 
 
 @pytest.mark.parametrize("key", sorted(key for key in DROPPED if "." in key))

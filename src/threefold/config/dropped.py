@@ -48,3 +48,32 @@ DROPPED: Mapping[str, str] = {
     "training-plan": "--set ResourceConfig.TrainingPlanArn=ARN",
     "volume-gb": "--set ResourceConfig.VolumeSizeInGB=N",
 }
+
+# Our key -> what transformers, TRL, axolotl, LLaMA-Factory and torchtitan call it, if no name of ours is nearest.
+_ELSEWHERE = {
+    "model.name_or_path": "base_model model_name hf_assets_path",
+    "model.dtype": "bf16 fp16 tf32 precision torch_dtype mixed_precision_param",
+    "model.lora.r": "lora_r lora_rank adapter finetuning_type use_peft",
+    "data.source": "dataset datasets dataset_name dataset_path data_path",
+    "data.seq_len": "sequence_len cutoff_len max_seq_length max_seq_len max_length",
+    "data.eval_share": "val_set_size val_size",
+    "data.train_on": "train_on_inputs assistant_only_loss completion_only_loss mask_history",
+    "mesh.dp_shard": "fsdp fsdp_config deepspeed data_parallel_shard_degree",
+    "mesh.tp": "tensor_parallel_degree tensor_parallel_size",
+    "mesh.cp": "context_parallel_degree context_parallel_size",
+    "train.micro_batch": "local_batch_size",
+    "train.global_batch": "gradient_accumulation_steps train_batch_size batch_size",
+    "train.grad_clip": "max_grad_norm max_norm",
+    "optimizer.lr": "learning_rate",
+    "optimizer.betas": "adam_beta1 adam_beta2 beta1 beta2",
+    "optimizer.schedule": "lr_scheduler lr_scheduler_type",
+    "optimizer.warmup_steps": "warmup_ratio warmup",
+    "checkpoint.every": "save_steps",
+    "checkpoint.keep": "save_total_limit",
+    "eval.every": "eval_steps eval_strategy",
+    "log.dir": "output_dir dump_folder",
+    "log.every": "logging_steps log_freq",
+    "log.trackers": "report_to wandb use_wandb",
+}
+ELSEWHERE = {name: key for key, names in _ELSEWHERE.items() for name in names.split()}
+"""A key's name in other trainers -> our key."""

@@ -14,7 +14,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from threefold.config.dropped import DROPPED
+from threefold.config.dropped import DROPPED, ELSEWHERE
 from threefold.config.meant_values import meant_value
 from threefold.config.optimizer import GroupConfig
 from threefold.config.optimizer_rules import GROUPS_FIX
@@ -239,7 +239,8 @@ def _read_file(path: str, problems: list[Problem]) -> list[tuple[str, Any]]:
             )
             return []
         reason = error.strerror if isinstance(error, OSError) else "not UTF-8 text"
-        fix = _meant(Path(path)) or "check the path"
+        way = "check the path" if isinstance(error, OSError) else "save it as UTF-8"
+        fix = _meant(Path(path)) or way
         problems.append(Problem(f"{path}: {reason}", "a readable YAML file", fix))
         return []
     try:
@@ -259,14 +260,15 @@ def _read_file(path: str, problems: list[Problem]) -> list[tuple[str, Any]]:
         return []
     pairs: list[tuple[str, Any]] = []
     for section, keys in content.items():
-        if not keys and keys is not False and section not in Config.model_fields:
-            pairs.append((section, None))
-        elif isinstance(keys, Mapping):
+        name, _, below = str(section).partition(".")
+        if isinstance(keys, Mapping) and keys:
             pairs += [(f"{section}.{key}", value) for key, value in keys.items()]
-        elif keys is not None:
-            problems.append(
-                Problem(f"{path}: {section} = {keys!r} is not a section", _KEYS_BELOW, fix)
-            )
+        elif section not in Config.model_fields and not below:
+            pairs.append((name, None))
+        elif keys is not None and not isinstance(keys, Mapping):
+            what = f"{path}: {section} = {keys!r} is not a section"
+            own = f"{name}: {{{below}: {as_yaml(keys)}}}" if below else fix
+            problems.append(Problem(what, _KEYS_BELOW, own))
     return pairs
 
 
@@ -281,8 +283,9 @@ def _unknown(values: Values) -> list[Problem]:
                 continue
             valid = every if in_section else [*Config.model_fields, *every]
             nearest = difflib.get_close_matches(name, valid, n=1, cutoff=0.5)
-            ends = [key for key in every if key.rpartition(".")[2] == name.rpartition(".")[2]]
-            meant = next(iter(ends or nearest), None)
+            leaf = name.rpartition(".")[2]
+            ends = [key for key in every if key.rpartition(".")[2] == leaf]
+            meant = ELSEWHERE.get(leaf) or next(iter(ends or nearest), None)
             expected = f"a key of the sections {', '.join(Config.model_fields)}"
             if in_section:
                 expected = f"one of {section}.{{{', '.join(keys_of(section))}}}"

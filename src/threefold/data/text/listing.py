@@ -29,17 +29,8 @@ FILE = "data.files.jsonl"
 READ_ALREADY = "read already"
 
 # Files that the datasets library and `data prepare` write beside the data.
-_DESCRIPTIONS = frozenset(
-    {
-        "dataset_info.json",
-        "dataset_infos.json",
-        "dataset_dict.json",
-        "state.json",
-        "tokens.json",
-        "tokens.ids.json",
-        FILE,
-    }
-)
+_DESCRIBES = ("dataset_info", "dataset_infos", "dataset_dict", "state", "tokens", "tokens.ids")
+_DESCRIPTIONS = {FILE, *(f"{name}.json" for name in _DESCRIBES)}
 _BRACES = re.compile(r"\{([^{}]*,[^{}]*)\}")
 
 Known = dict[tuple[int, int], str]

@@ -32,16 +32,7 @@ MAX_FIELDS = 40
 
 _CHATS = {"messages", "conversations", "prompt", "completion", "instruction", "response"}
 # Names of other columns that hold a question, and what is to be learnt as its answer.
-_QUESTIONS = (
-    "instruction",
-    "question",
-    "query",
-    "problem",
-    "prompt",
-    "user",
-    "input",
-    "source",
-)
+_ASKED = ("instruction", "question", "query", "problem", "prompt", "user", "input", "source")
 _ANSWERS = ("response", "answer", "output", "solution", "assistant", "target")
 CHAT_FIX = (
     "leave data.format out: conversations are found by their columns; columns of other names: --data.fields "
@@ -357,7 +348,7 @@ def missing_field(
     fix = "a source whose rows have a field of text"
     asked, answer, more, system = (
         next((text for name in names for text in texts if text.lower() == name), None)
-        for names in (_QUESTIONS, _ANSWERS, ("context",), ("system", "system_prompt"))
+        for names in (_ASKED, _ANSWERS, ("context",), ("system", "system_prompt"))
     )
     if field == "text" and asked and answer:
         columns = {"prompt": asked, "completion": answer}

@@ -128,7 +128,7 @@ def _whole_doctor_without_a_rank(folder: str) -> None:
         raise SystemExit(0)
 
     if rank == 2:
-        ranks.look_at_mesh = silent  # type: ignore[assignment]
+        doctor.look_at_mesh = silent  # type: ignore[assignment]
     else:
         ranks._measured = lambda mesh, *rest, **limits: (
             meshes.append(mesh) or measured(mesh, *rest, **limits)

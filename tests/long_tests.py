@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -36,3 +37,17 @@ def mark_long(items: Sequence[pytest.Item], *, all_there: bool, path: Path = LON
             item.add_marker(pytest.mark.long)
         if all_there and there and not found:
             raise pytest.UsageError(f"{path.name}: there is no test {line}")
+
+
+def chosen(request: pytest.FixtureRequest, parameter: str) -> list[Any]:
+    """What a parameter is in the cases of the file that are run.
+
+    For what is computed once for all of them: a case that is only in the list need not be.
+    """
+    file = request.node.nodeid.partition("::")[0]
+    calls = [
+        item.callspec.params
+        for item in request.session.items
+        if item.nodeid.startswith(f"{file}::") and hasattr(item, "callspec")
+    ]
+    return [call[parameter] for call in calls if parameter in call]

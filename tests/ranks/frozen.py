@@ -5,5 +5,9 @@ A collection that walks hundreds of thousands of old objects takes time, and cop
 
 import gc
 
+from transformers.conversion_mapping import get_checkpoint_conversion_mapping
+
+# Its thousand patterns are compiled at the first call, in each process that loads, saves or adapts a model.
+get_checkpoint_conversion_mapping("llama")
 gc.collect()
 gc.freeze()

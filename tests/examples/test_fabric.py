@@ -11,7 +11,7 @@ pytest.importorskip(
     "lightning_fabric", reason="pip install lightning-fabric   (make test-examples does)"
 )
 
-from examples.test_loops import run, run_cold
+from examples.test_loops import run
 from examples.test_referee_programs import REFEREE, TORCHRUN
 from examples.test_referee_programs import run as judge
 from threefold.errors import ConfigError
@@ -20,7 +20,7 @@ pytestmark = pytest.mark.examples
 
 
 def test_fabric_loop_resumes_on_other_ranks(tmp_path: Path) -> None:
-    stopped = run_cold(tmp_path, "fabric_loop.py", "--stop_after", "7", ranks=2)
+    stopped = run(tmp_path, "fabric_loop.py", "--stop_after", "7", ranks=2)
     assert "stopped after 7 steps at 56 rows" in stopped
     resumed = run(tmp_path, "fabric_loop.py", "--rows", "2", ranks=4)
     assert "4 ranks, 69 steps: " in resumed

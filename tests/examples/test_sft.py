@@ -2,29 +2,29 @@
 
 from __future__ import annotations
 
+import io
 import re
 import runpy
-import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
 
-from ranks.runs import environment
+from ranks import warm
+from ranks.runs import environment, run
 
 ROOT = Path(__file__).parents[2]
 
 
+def _hear(said: str) -> None:
+    sys.stdin = io.StringIO(said)
+
+
 def threefold(folder: Path, *arguments: str, said: str = "") -> str:
     """What a command prints that is started in the repository, as the example's first lines say."""
-    done = subprocess.run(
-        [sys.executable, "-m", "threefold", *arguments],
-        cwd=ROOT,
-        env={**environment(folder), "OMP_NUM_THREADS": "1"},
-        input=said,
-        capture_output=True,
-        text=True,
-        timeout=240,
+    done = run(
+        warm.threefold, ROOT, arguments, environment(folder), first=partial(_hear, said)
     )
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout

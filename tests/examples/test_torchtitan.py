@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -11,7 +9,7 @@ from typing import Any
 import pytest
 
 from ranks.keeping import write_corpus
-from ranks.runs import command, environment
+from ranks.runs import command, script
 
 pytestmark = [
     pytest.mark.examples,
@@ -98,13 +96,8 @@ def _held(run: Path) -> dict[str, Any]:
 def test_what_torchtitan_has_written_goes_on(layout: str, tmp_path: Path) -> None:
     import torch
 
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", TITAN, layout, str(tmp_path)],
-        env=environment(tmp_path),
-        capture_output=True,
-        text=True,
-        timeout=200,
-    )
+    (tmp_path / "titan.py").write_text(TITAN)
+    done = script(tmp_path, "titan.py", layout, str(tmp_path))
     assert done.returncode == 0, done.stderr
     write_corpus(tmp_path)
     keys = [

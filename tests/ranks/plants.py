@@ -56,6 +56,14 @@ def memory_used_up(rank: int) -> None:
     _before(step, "forward_sums", rank, fail)
 
 
+def memory_used_up_while_groups_wait(rank: int) -> None:
+    """As NCCL does it, groups are destroyed when all ranks of the node do it."""
+    import torch.distributed as dist
+
+    memory_used_up(rank)
+    dist.destroy_process_group = lambda *args, **keys: time.sleep(1000)
+
+
 def not_a_number(rank: int) -> None:
     """The loss of one step is not a number on the tp ranks of one dp rank."""
     change_loss(rank // 2 == RANK // 2, {STEP})

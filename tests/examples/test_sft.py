@@ -23,9 +23,7 @@ def _hear(said: str) -> None:
 
 def threefold(folder: Path, *arguments: str, said: str = "") -> str:
     """What a command prints that is started in the repository, as the example's first lines say."""
-    done = run(
-        warm.threefold, ROOT, arguments, environment(folder), first=partial(_hear, said)
-    )
+    done = run(warm.threefold, ROOT, arguments, environment(folder), first=partial(_hear, said))
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 

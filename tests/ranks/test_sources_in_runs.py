@@ -7,6 +7,7 @@ import json
 from pathlib import Path
 
 import pytest
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from ranks.runs import command, curve, prepare
 
@@ -92,3 +93,35 @@ def test_fix_of_prepare_can_be_pasted(folder: Path) -> None:
         "fix: --data.fields '{text: body}'   (or another field of text: id)\n"
     ), refused.stderr
     assert command(folder, *asked, "--data.fields", "{text: body}").returncode == 0
+
+
+def test_control_tokens_that_texts_spell_out_are_named(tmp_path: Path) -> None:
+    """Trained on as letters, `<|end|>` is not what a chat template writes; as control tokens it is."""
+    words = {"<|end|>": 0, "a": 1, "<": 2, "|": 3, ">": 4, "end": 5}
+    backend = Tokenizer(models.WordLevel(words, unk_token="a"))
+    backend.pre_tokenizer = pre_tokenizers.Punctuation()
+    backend.add_special_tokens(["<|end|>"])
+    backend.decoder = decoders.Fuse()
+    backend.save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / "tokenizer_config.json").write_text('{"eos_token": "<|end|>"}')
+    (tmp_path / "a.txt").write_text("a<|end|>" * 200)
+    options = ("--data.source", "a.txt", "--data.tokenizer", ".", "--data.seq_len", "16")
+    options += (
+        "--train.steps",
+        "1",
+        "--train.global_batch",
+        "1",
+        "--mesh.dp",
+        "1",
+        "--model.admission",
+        "off",
+    )
+    said = (
+        "warning: <|end|> in a text stays text. As control tokens: --data.control_tokens ids\n"
+    )
+    done = command(tmp_path, "train", *options, "--log.dir", "text")
+    assert done.returncode == 0 and said in done.stdout, done.stdout + done.stderr
+    done = command(
+        tmp_path, "train", *options, "--log.dir", "ids", "--data.control_tokens", "ids"
+    )
+    assert done.returncode == 0 and "control" not in done.stdout, done.stdout + done.stderr

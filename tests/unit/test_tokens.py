@@ -8,6 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -22,7 +23,7 @@ from tokenizers import (
 )
 
 from threefold.data.text.source import Labels
-from threefold.data.tokens import ByteTokenizer, for_texts, load_tokenizer
+from threefold.data.tokens import ByteTokenizer, for_texts, load_tokenizer, spelled_out
 from threefold.errors import DataError
 
 TEXT = ["the cat sat on the mat", "a dog and a cat", "the dog sat", "numbers 0 1 2 3"]
@@ -246,6 +247,17 @@ def test_text_begins_as_the_tokenizer_begins_a_single_one(folder: Path) -> None:
     assert [each.tolist() for each in without.encode_batch(texts)] == plain
     assert without.recipe == tokenizer.fingerprint == begun.fingerprint != begun.recipe
     assert pickle.loads(pickle.dumps(begun)).bos_id == 0
+
+
+def test_control_tokens_that_a_text_spells_out(folder: Path) -> None:
+    tokenizer = load_tokenizer(str(folder))
+    for control_tokens, expected in (("text", ["</s>"]), ("ids", [])):
+        own = for_texts(tokenizer, Labels(control_tokens=control_tokens))
+        ids = np.append(own.encode_batch(["the cat</s> sat"])[0], tokenizer.end_id)
+        assert spelled_out(own, ids) == expected
+    assert (
+        spelled_out(tokenizer, [tokenizer.end_id]) == spelled_out(ByteTokenizer(), [256]) == []
+    )
 
 
 def test_tokenizer_that_begins_no_text_begins_none(folder: Path) -> None:

@@ -37,31 +37,15 @@ from threefold.mesh.mesh import Mesh
 # What the probes do not depend on, which a run may change under a kept pass. Everything else in the sections `model`,
 # `train` and `mesh` is part of the key.
 _IRRELEVANT = {
-    "model": {
-        # Weights are not probed here; the class is in the code's digest.
-        "name_or_path",
-        "revision",
-        "init_missing",
-        # The architecture itself is in the key.
-        "config",
-        "admission",
-    },
+    # Weights are not probed here; the class is in the code's digest, the architecture itself in the key.
+    "model": {"name_or_path", "revision", "init_missing", "config", "admission"},
     "train": {
         # The probes have their own rows and seeds.
-        "steps",
-        "epochs",
-        "global_batch",
-        "micro_batch",
-        "seed",
+        *("steps", "epochs", "global_batch", "micro_batch", "seed"),
         # Of what follows the gradients probed.
-        "grad_clip",
-        "label_smoothing",
-        "z_loss",
-        "objective",
-        "nonfinite",
+        *("grad_clip", "label_smoothing", "z_loss", "objective", "nonfinite"),
         # Of the process.
-        "memory_check",
-        "timeout_s",
+        *("memory_check", "timeout_s"),
     },
     # The topology and the device are in the key.
     "mesh": {"dp", "dp_shard", "cp", "tp", "device", "timeout_s"},

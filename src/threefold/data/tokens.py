@@ -239,6 +239,15 @@ def for_texts(tokenizer: Tokenizer, labels: Labels) -> Tokenizer:
     return replace(tokenizer, bos_id=bos_id, control_text=labels.control_tokens == "text")
 
 
+def spelled_out(tokenizer: Tokenizer, ids: Array) -> list[str]:
+    """Control tokens that the text of `ids` spells out as other tokens, sorted; `decode` leaves out the real ones."""
+    if isinstance(tokenizer, ByteTokenizer):
+        return []
+    text, tokens = tokenizer.decode(ids), _vocabulary(tokenizer)
+    control = (tokens[id] for id in _special_ids(tokenizer) if id in tokens)
+    return sorted(token for token in control if len(token) > 3 and token in text)
+
+
 def _own_bos(tokenizer: Tokenizer) -> int | None:
     """The special token that a tokenizer puts before a text; None if it does not."""
     if isinstance(tokenizer, ByteTokenizer):

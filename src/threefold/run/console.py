@@ -14,6 +14,7 @@ from threefold.data.order.order import last_step
 from threefold.data.rows.concat import Rows
 from threefold.data.rows.known_rows import parts_of, reasons_text, why_cut
 from threefold.data.text.source import no_end_warning
+from threefold.data.tokens import spelled_out
 from threefold.errors import EXIT_FAILED, EXIT_STOPPED_WITH_CHECKPOINT, RunError
 from threefold.export.generation import generate_sample
 from threefold.mesh import environment
@@ -30,6 +31,7 @@ from threefold.training.loop import Outcome
 _FIRST_ROW = np.zeros(1, dtype=np.int64)
 _LARGEST_SAMPLED = 500_000_000
 _NAMED = 3
+_LOOKED_AT = 1 << 14
 
 
 def head_of(run: Built, why: str, findings: Sequence[tuple[str, str]]) -> Head:
@@ -142,9 +144,14 @@ def _notes(run: Built) -> Iterator[Entry]:
     """Further facts about data and loss."""
     parts = parts_of(run.rows)
     for part in parts:
-        if (info := part.rows.store.info) is not None and info.bos_id is not None:
-            source = f"{part.name}: " if len(parts) > 1 else ""
+        source, store = f"{part.name}: " if len(parts) > 1 else "", part.rows.store
+        if (info := store.info) is not None and info.bos_id is not None:
             yield "bos", f"{source}token {info.bos_id} begins each document: data.bos"
+        if store.loss_mask is None or not store.loss_mask.templated:
+            begin = store.read(0, min(store.num_tokens, _LOOKED_AT))
+            if spelled := ", ".join(spelled_out(run.tokenizer, begin)[:_NAMED]):
+                kept = f"{source}{spelled} in a text stays text. As control tokens"
+                yield "", f"warning: {kept}: --data.control_tokens ids"
     if without_end(run.rows):
         yield "", no_end_warning(run.config.data.chat_template or run.tokenizer.name)
     # Held-out rows that are also trained on: on those the evaluation measures memorisation.

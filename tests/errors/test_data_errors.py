@@ -477,7 +477,7 @@ def test_questions_with_answers_are_no_text(
 )
 def test_folder_of_several_splits(folder: Path, train: str, held_out: str, fix: str) -> None:
     """A test set that is trained on proves nothing; whoever pastes the fix reads one of them, or all knowingly."""
-    for name in (train, held_out, "d/code/train.py", "d/code/tests/test_a.py"):
+    for name in (train, held_out, "d/code/train.py", "d/code/test/a.py", "d/code/test/b.py"):
         Path(name).parent.mkdir(parents=True, exist_ok=True)
         Path(name).write_text(json.dumps({"text": name}) + "\n")
     ((what, _, pasted),) = said(rows("d"))
@@ -486,7 +486,7 @@ def test_folder_of_several_splits(folder: Path, train: str, held_out: str, fix: 
     sources = [shlex.split(part)[-1] for part in pasted.partition("   (")[0].split("   or   ")]
     every = shlex.split(pasted.rpartition("(all of it: ")[2].rstrip(")"))[0]
     num_files = [len(open_text(Source(each)).pieces) for each in (*sources, every, "d/code")]
-    assert num_files == [1, 1, 2, 2]
+    assert num_files == [1, 1, 2, 3]
 
 
 def test_parquet_field(folder: Path) -> None:

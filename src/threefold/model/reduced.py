@@ -1,8 +1,7 @@
 """An architecture's config at reduced depth and width, which keeps every kind of layer, head and position that it has.
 
 Such a model costs milliseconds and behaves like the large one: results of its probes show what a mesh does to the
-architecture. Sizes are found by their names in configs, in any class; a key with an unrelated name keeps its
-value.
+architecture. Sizes are found by their names in configs, in any class; a key with an unrelated name keeps its value.
 """
 
 import re

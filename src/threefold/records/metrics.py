@@ -1,8 +1,7 @@
 """A run's metrics.jsonl: every logged number that is valid after resumes and rewinds. No torch.
 
 A line whose step is not later than the one before it begins another pass over steps that were trained before. Of these
-steps the last pass counts, and the others are kept as replaced. The problem of a line is noted; the rest of it
-counts.
+steps the last pass counts, and the others are kept as replaced. The problem of a line is noted; the rest of it counts.
 """
 
 from __future__ import annotations

@@ -314,8 +314,7 @@ def router_problems(model: PreTrainedModel) -> list[Problem]:
     return [
         Problem(
             what,
-            "the loss of Switch Transformer, as for Mixtral: its routers would be "
-            "trained without it, or with another",
+            "the loss of Switch Transformer, as for Mixtral: its routers would be trained without it, or with another",
             "output_router_logits: false   (in model.config, or in the model's config.json)",
         )
     ]

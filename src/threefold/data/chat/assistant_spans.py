@@ -96,8 +96,7 @@ class Whole:
         owners = [number for number in numbers if number is not None]
         if len(owners) < len(numbers):
             raise RowError(
-                f"the template marks {len(filled)} spans as generated, but there are "
-                f"{len(turns)} assistant turns",
+                f"the template marks {len(filled)} spans as generated, but there are {len(turns)} assistant turns",
                 "spans that each lie within one turn of the assistant",
             )
         made = []

@@ -35,14 +35,11 @@ _TWO_PARTS = ("prompt", "completion", "instruction", "input", "output", "chosen"
 FIELDS = ("text", "messages", "conversations", "role", "content", *_TWO_PARTS, *_BESIDE)
 # ShareGPT's names of who speaks, and those of other collections.
 _ASSISTANTS = ("gpt", "chatgpt", "bing", "bard", "model", "function_call")
-_TOOLS = ("observation", "function_response", "ipython")
-_ROLES = {
-    "human": "user",
-    **dict.fromkeys(_ASSISTANTS, "assistant"),
-    **dict.fromkeys(_TOOLS, "tool"),
-}
+_ROLES = {"human": "user", **dict.fromkeys(_ASSISTANTS, "assistant")}
+_ROLES |= dict.fromkeys(("observation", "function_response", "ipython"), "tool")
 # What other collections call our columns: unread, rows would be trained on without them.
-_ALSO_CALLED = {"prompt": ("instruction", "question", "query"), "system": ("system_prompt",)}
+_ALSO_CALLED = dict.fromkeys(("instruction", "question", "query"), "prompt")
+_ALSO_CALLED["system_prompt"] = "system"
 # No column of ours holds these.
 _NOT_READ = {
     "history": "rows with `messages`, which hold every turn",
@@ -160,12 +157,8 @@ def columns_of(
 
 def _refuse_unread(columns: Columns, names: Sequence[str]) -> None:
     """ConfigError for columns that by their names say what a row means, and would not be read."""
-    meant = {
-        ours: next((name for name in others if name in names), None)
-        for ours, others in _ALSO_CALLED.items()
-        if ours in _OPTIONAL[columns.format] and ours not in columns.names
-    }
-    renamed = {ours: theirs for ours, theirs in meant.items() if theirs}
+    missing = {*_OPTIONAL[columns.format]} - {*columns.names}
+    renamed = {_ALSO_CALLED[name]: name for name in names if _ALSO_CALLED.get(name) in missing}
     used = columns.theirs(columns.names)
     unread = [
         name

@@ -7,7 +7,6 @@ folder that was moved or copied is the same source. Text is UTF-8 and keeps its 
 
 import difflib
 import hashlib
-import re
 import shlex
 import sysconfig
 from collections.abc import Iterator, Sequence
@@ -35,6 +34,7 @@ from threefold.data.text.source import (
     Piece,
     ReadLog,
 )
+from threefold.data.text.splits import refuse_several
 from threefold.errors import DataError, Problem
 
 # For the standard library: no tests and no installed packages.
@@ -42,8 +42,6 @@ EXCLUDED_FOLDERS = frozenset({"test", "tests", "idle_test", "site-packages", "di
 
 # The byte order marks of UTF-16.
 _UTF_16 = (b"\xff\xfe", b"\xfe\xff")
-# By the name of a folder, or the first or last word of a file's.
-_SPLITS = ("train", "test", "validation", "valid", "val", "dev", "eval")
 _UNPACK = {
     ".bz2": "bunzip2 -k",
     ".xz": "unxz -k",
@@ -228,7 +226,7 @@ def open_files(
         listed = listing.each_once(path.parent, {path.name: kind}, [], known)
     elif path.is_dir():
         listed = listing.list_folder(path, known)
-        _refuse_splits(source, listed)
+        refuse_several(source, listed)
     elif listing.is_glob(source):
         listed = listing.list_glob(str(path), known)
     else:
@@ -314,29 +312,6 @@ def _unknown_kind(source: str, path: Path) -> DataError:
         expected=f"one of {KINDS}",
         fix=fix,
     )
-
-
-def _refuse_splits(source: str, files: FileList) -> None:
-    """DataError for a folder with a split to train on and one to test with: read as one, a test would prove nothing."""
-    if not any("train" in each for each in files.read):
-        return
-    splits: dict[str, Path] = {}
-    for path in map(Path, files.read):
-        if path.suffix not in (".py", ".md"):
-            words = re.findall("[a-z]+", path.stem) or [""]
-            ends = {word: path.with_name(f"*{word}*") for word in (words[0], words[-1])}
-            ends |= {folder.name: folder for folder in path.parents}
-            splits = {word: ends[word] for word in _SPLITS if word in ends} | splits
-    if "train" in splits and len(splits) > 1:
-        paths = [
-            shlex.quote(str(files.root / splits[word])) for word in _SPLITS if word in splits
-        ]
-        every = shlex.quote(str(files.root / "**" / f"*{Path(files.read[0]).suffix}"))
-        raise DataError(
-            f"data.source = {source!r} holds several splits: {', '.join(splits)}",
-            expected="one split, so that what is trained on is not evaluated on",
-            fix=f"{'   or   '.join(f'--data.source {each}' for each in paths)}   (all of it: {every})",
-        )
 
 
 def _nothing_readable(source: str, files: FileList) -> DataError:

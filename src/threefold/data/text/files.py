@@ -5,7 +5,6 @@ paths relative to the folder, with `/` between the parts (`listing`). The finger
 folder that was moved or copied is the same source. Text is UTF-8 and keeps its line ends; a byte order mark is dropped.
 """
 
-import difflib
 import hashlib
 import shlex
 import sysconfig
@@ -18,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from threefold.config.paths import expanded
-from threefold.data.text import listing
+from threefold.data.text import file_errors, listing
 from threefold.data.text import rows as text_rows
 from threefold.data.text.fields import AGAIN, SKIP, TextField
 from threefold.data.text.known_bytes import Digests, HashedFile, SourceFile
@@ -34,7 +33,6 @@ from threefold.data.text.source import (
     Piece,
     ReadLog,
 )
-from threefold.data.text.splits import refuse_several
 from threefold.errors import DataError, Problem
 
 # For the standard library: no tests and no installed packages.
@@ -42,13 +40,6 @@ EXCLUDED_FOLDERS = frozenset({"test", "tests", "idle_test", "site-packages", "di
 
 # The byte order marks of UTF-16.
 _UTF_16 = (b"\xff\xfe", b"\xfe\xff")
-_UNPACK = {
-    ".bz2": "bunzip2 -k",
-    ".xz": "unxz -k",
-    ".zip": "unzip",
-    ".tar": "tar xf",
-    ".tgz": "tar xzf",
-}
 
 
 @dataclass(frozen=True)
@@ -222,19 +213,19 @@ def open_files(
     path = expanded(source)
     if path.is_file():
         if (kind := kind_of(path.name)) is None:
-            raise _unknown_kind(source, path)
+            raise file_errors.unknown_kind(source, path)
         listed = listing.each_once(path.parent, {path.name: kind}, [], known)
     elif path.is_dir():
         listed = listing.list_folder(path, known)
-        refuse_several(source, listed)
+        file_errors.refuse_several(source, listed)
     elif listing.is_glob(source):
         listed = listing.list_glob(str(path), known)
     else:
-        raise _not_there(source, path)
+        raise file_errors.not_there(source, path)
     if not listed.read and not any(
         each.group == listing.READ_ALREADY for each in listed.left_out
     ):
-        raise _nothing_readable(source, listed)
+        raise file_errors.nothing_readable(source, listed)
     files = Files(source, listed, None, skip_bad=skip_bad)
     if all(kind.suffix in TEXTS for kind in files.kinds):
         return files
@@ -294,56 +285,3 @@ def _bad_encoding(
     )
     what, fix = f"{file} is not UTF-8: {where}", f"{unpacked} > NEW, or {SKIP}"
     log.bad(what, expected="text files in UTF-8", fix=fix)
-
-
-def _unknown_kind(source: str, path: Path) -> DataError:
-    suffix, quoted = path.suffix.lower(), shlex.quote(str(path))
-    fix = f"convert it to one of these kinds, or rename it if it is plain text: cp {quoted} {quoted}.txt"
-    if suffix in listing.COMPRESSIONS:
-        inside = [
-            f"cp {quoted} {shlex.quote(str(path.with_suffix(f'.{kind}{suffix}')))}"
-            for kind in ("txt", "jsonl")
-        ]
-        fix = f"name it after what is inside, as text or rows: {'   or   '.join(inside)}"
-    elif suffix in _UNPACK:
-        fix = f"{_UNPACK[suffix]} {quoted}"
-    return DataError(
-        f"data.source = {source!r}: files of type {path.suffix or '(no extension)'} are not supported",
-        expected=f"one of {KINDS}",
-        fix=fix,
-    )
-
-
-def _nothing_readable(source: str, files: FileList) -> DataError:
-    has = listing.counted(files.left_out) or "no file"
-    what, where = (
-        f" matches no file{' that can be read' if files.left_out else ''}",
-        f"relative to {Path.cwd()}",
-    )
-    there = next(each for each in (files.root, *files.root.parents) if each.exists())
-    fix = f"find -L {shlex.quote(str(there))} -type f | head   shows what is there"
-    if (path := expanded(source)).exists():
-        what = (
-            ": no file in this folder can be read" if path.is_dir() else ": the file is empty"
-        )
-        where = f"at any depth, not hidden; {files.root} has {has}"
-        fix = "--data.source FOLDER   (a folder that holds such files)"
-    return DataError(
-        f"data.source = {source!r}{what}",
-        expected=f"at least one {KINDS} file, {where}",
-        fix=fix,
-    )
-
-
-def _not_there(source: str, path: Path) -> DataError:
-    parent = path.parent
-    names = [entry.name for entry in parent.glob("*") if entry.is_file() or entry.is_dir()]
-    nearest = difflib.get_close_matches(path.name, [*names, "stdlib"], 1)
-    fix = "--data.source PATH   (or stdlib, or hf:ID for a dataset on the Hub)"
-    if nearest:
-        fix = f"--data.source {nearest[0] if nearest[0] == 'stdlib' else shlex.quote(str(parent / nearest[0]))}"
-    return DataError(
-        f"data.source = {source!r} {'is neither a file nor a folder' if path.exists() else 'does not exist'}",
-        expected=f"stdlib, hf:ID, a prepared folder, or a file, folder or glob, relative to {Path.cwd()}",
-        fix=fix,
-    )

@@ -208,8 +208,13 @@ def refused_path(error: BaseException) -> ConfigError | None:
     return ConfigError(
         f"{error.filename}: {error.strerror}",
         expected="an existing path that this user may reach, read and write",
-        fix=f"another path, or what is missing:   namei -l {shlex.quote(str(error.filename))}   shows each part of it",
+        fix=f"another path, or what is missing:   namei -l {shell_word(error.filename)}   shows each part of it",
     )
+
+
+def shell_word(path: object) -> str:
+    """A path as a shell reads it, whole: for the fix of an error."""
+    return shlex.quote(str(path))
 
 
 def first_line(error: BaseException) -> str:

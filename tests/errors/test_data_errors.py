@@ -915,14 +915,14 @@ def test_store_of_numbers_with_a_fraction(store: Path) -> None:
 
 
 def test_several_stores_in_a_folder(folder: Path) -> None:
-    (folder / "two").mkdir()
+    (folder / "two of").mkdir()
     for name in ("a.idx", "b.idx"):
-        (folder / "two" / name).touch()
-    assert said(lambda: open_store(Source("two"), tokenizer=None, cache=folder)) == [
+        (folder / "two of" / name).touch()
+    assert said(lambda: open_store(Source("two of"), tokenizer=None, cache=folder)) == [
         (
-            "data.source = 'two' holds 2 token stores",
+            "data.source = 'two of' holds 2 token stores",
             "one, or the prefix of one of them",
-            "--data.source two/a   or   --data.source two/b",
+            "--data.source 'two of/a'   or   --data.source 'two of/b'",
         )
     ]
 

@@ -130,14 +130,15 @@ def test_steps_that_cannot_be_traced(steps: Any, said: str) -> None:
 
 def test_command_names_what_is_missing(tmp_path: Path) -> None:
     main._load(main._COMMANDS)
-    (tmp_path / "run.json").write_text("{}")
-    error = CliRunner().invoke(main.app, ["profile", str(tmp_path)]).exception
-    assert f"{tmp_path} has no traces" in str(error) and "--log.profile '[10, 12]'" in str(
-        error
-    )
-    (tmp_path / PROFILE_FOLDER).mkdir()
-    (tmp_path / PROFILE_FOLDER / "rank-0000.summary.json").write_text(json.dumps({"steps": 1}))
-    error = CliRunner().invoke(main.app, ["profile", str(tmp_path)]).exception
+    run = tmp_path / "a run"
+    run.mkdir()
+    (run / "run.json").write_text("{}")
+    error = CliRunner().invoke(main.app, ["profile", str(run)]).exception
+    assert f"{run} has no traces" in str(error)
+    assert f"fix: threefold resume '{run}' --log.profile '[10, 12]'" in str(error)
+    (run / PROFILE_FOLDER).mkdir()
+    (run / PROFILE_FOLDER / "rank-0000.summary.json").write_text(json.dumps({"steps": 1}))
+    error = CliRunner().invoke(main.app, ["profile", str(run)]).exception
     assert "rank-0000.summary.json cannot be read: some of its figures are missing" in str(
         error
     )

@@ -236,12 +236,14 @@ def test_lines_of_a_later_start_replace_those_before_and_damage_is_named(
 
 
 def test_a_step_is_told_with_its_rows_and_an_unknown_one_refused(tmp_path: Path) -> None:
-    run = write(tmp_path / "run")
+    run = write(tmp_path / "a run")
     lines = list(format.step_lines(StepBatches(Lookback.of(run)), 30))
     assert lines[0].startswith(f"{run}: step 30, 8 rows, loss ") and "nothing unusual" in lines
     assert sum(line.startswith("  row ") for line in lines) == ROWS
     for step in (0, -1, STEPS + 1, 10**20):
-        with pytest.raises(ConfigError, match=f"step {step} of .* has no record"):
+        with pytest.raises(
+            ConfigError, match=f"step {step} of .* has no record(?s:.*)why '{run}' -"
+        ):
             StepBatches(Lookback.of(run)).rows_of(step)
     values = json.loads(
         json.dumps(format.values(StepBatches(Lookback.of(run)), 30), allow_nan=False)

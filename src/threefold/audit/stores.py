@@ -18,7 +18,7 @@ from threefold.data.store.hash_cache import Known, known
 from threefold.data.store.held_out import StoreSide
 from threefold.data.store.open_source import store_prefix
 from threefold.data.store.store import TokenStore
-from threefold.errors import RunError, ThreefoldError
+from threefold.errors import RunError, ThreefoldError, shell_word
 
 # Blocks of each file that are read again: all of a file of up to 1 GiB; or all of any.
 SAMPLED, ALL = 1024, 1 << 62
@@ -72,8 +72,8 @@ def byte_lines(
             raise RunError(
                 f"the samples are proved, but not their bytes: {prefix}.bin and .idx are not on this machine",
                 expected="the stores that the run has read, to compare their blocks with its hashes",
-                fix=f"run the command where they are, or: threefold data audit {run} --contents   (a store that was "
-                "made from text is made again)",
+                fix=f"run the command where they are, or: threefold data audit {shell_word(run)} --contents   "
+                "(a store that was made from text is made again)",
             )
         try:
             store = store_named(prefix)

@@ -4,7 +4,6 @@
 conversation have none.
 """
 
-import shlex
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -13,7 +12,7 @@ from threefold.checkpoint.checkpoint_folder import Checkpoint
 from threefold.config.schema import Config
 from threefold.data.chat.labeller import template_file
 from threefold.data.text.known_bytes import content_digest
-from threefold.errors import CheckpointError
+from threefold.errors import CheckpointError, shell_word
 from threefold.jsonl import write_whole
 
 FILE = "chat_template.jinja"
@@ -70,5 +69,5 @@ def refuse_other(
         + (" (there is none now)" if template is None else ""),
         expected=f"the template of the run, which it has kept in {kept}: another one turns the same conversations "
         "into other tokens",
-        fix=f"--data.chat_template {shlex.quote(str(kept))}   (or --log.dir ANOTHER_FOLDER for a new run)",
+        fix=f"--data.chat_template {shell_word(kept)}   (or --log.dir ANOTHER_FOLDER for a new run)",
     )

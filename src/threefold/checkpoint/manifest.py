@@ -4,7 +4,6 @@ import functools
 import json
 import operator
 import platform
-import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from typing import Any, NamedTuple
@@ -18,7 +17,7 @@ from threefold.checkpoint.checkpoint_folder import Checkpoint
 from threefold.config.paths import with_absolute_paths
 from threefold.config.schema import Config, every_key
 from threefold.config.yaml_text import as_yaml, pasted, to_set
-from threefold.errors import CheckpointError, Problem
+from threefold.errors import CheckpointError, Problem, shell_word
 from threefold.jsonl import Values
 from threefold.mesh.mesh import Mesh
 from threefold.mesh.topology import Topology
@@ -344,7 +343,7 @@ def _other_model(
     if name and name == with_absolute_paths(config).model.name_or_path:
         fix = "restore its config.json, or name the revision: --model.revision COMMIT"
     elif (run / "config.yaml").is_file():
-        fix = f"threefold resume {shlex.quote(str(run))}   to resume the run"
+        fix = f"threefold resume {shell_word(run)}   to resume the run"
     return [
         Problem(
             f"the checkpoint {checkpoint.path} has {model} with {'; '.join(named)}{more}",

@@ -20,7 +20,7 @@ from threefold.commands.arguments import CONTEXT, AsJson, WithKeys, load_config,
 from threefold.commands.help_examples import ending
 from threefold.commands.run_argument import run_here, runs_here
 from threefold.config.paths import is_run
-from threefold.errors import ConfigError, ranks_text
+from threefold.errors import ConfigError, ranks_text, shell_word
 
 if TYPE_CHECKING:
     from threefold.audit.record import Segment
@@ -96,7 +96,7 @@ def order(
             if step is not None
             else "neither --sample nor --step is given",
             expected="exactly one of them: a row or a step",
-            fix=f"threefold data order {run} --step 1",
+            fix=f"threefold data order {shell_word(run)} --step 1",
         )
     from threefold.audit import record
 

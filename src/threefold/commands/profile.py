@@ -8,7 +8,7 @@ import typer
 
 from threefold.commands.arguments import AsJson
 from threefold.commands.run_argument import only_here, runs_here
-from threefold.errors import ConfigError
+from threefold.errors import ConfigError, shell_word
 
 _SHARES = ("compute", "communication", "host", "idle", "overlapped")
 
@@ -40,7 +40,7 @@ def command(
         raise ConfigError(
             f"{run} has no traces",
             expected="a run whose steps were traced",
-            fix=f"threefold resume {run} --log.profile '[10, 12]'   (future steps), or a new run with it",
+            fix=f"threefold resume {shell_word(run)} --log.profile '[10, 12]'   (future steps), or a new run with it",
         )
     if as_json:
         for rank, values in ranks.items():

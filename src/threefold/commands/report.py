@@ -11,7 +11,7 @@ import typer
 from threefold import jsonl
 from threefold.commands.arguments import AsJson, is_address, on_this_machine
 from threefold.commands.run_argument import run_here, runs_here
-from threefold.errors import ConfigError
+from threefold.errors import ConfigError, shell_word
 
 
 def command(
@@ -43,7 +43,7 @@ def command(
         raise ConfigError(
             f"{runs[-1]} is named twice" if len(runs) == 2 else "a run is named twice",
             expected="each run once",
-            fix=f"threefold report {runs[0]}",
+            fix=f"threefold report {shell_word(runs[0])}",
         )
     target = to or (Path() if is_address(str(runs[0])) else folders[0]) / "report.html"
     _refuse_other(target)
@@ -65,7 +65,7 @@ def command(
         raise ConfigError(
             f"{target} cannot be written: {error.strerror}",
             expected="a file in a folder that this user can write",
-            fix=f"threefold report {runs[0]} --to report.html",
+            fix=f"threefold report {shell_word(runs[0])} --to report.html",
         ) from error
     answer = {"page": str(target), "bytes": len(page), "runs": list(map(str, folders))}
     typer.echo(jsonl.as_json(answer) if as_json else f"{target}: {len(page) / 1000:,.0f} KB")

@@ -35,7 +35,7 @@ from threefold.data.text.source import (
     no_end_warning,
 )
 from threefold.data.tokens import Tokenizer, byte_backend, for_texts
-from threefold.errors import ConfigError, RunError, visible
+from threefold.errors import ConfigError, RunError, shell_word, visible
 from threefold.mesh.environment import cache_folder
 from threefold.run.sources import tokenizer_of, with_packing
 
@@ -304,7 +304,7 @@ def ledger_lines(run: Path) -> Iterator[str]:
             raise RunError(
                 f"the rows of {part.name} have {in_rows:,} labels, and its documents keep {int(kept.sum()):,}",
                 expected="each token that is trained on once, or cut off",
-                fix=f"threefold data audit {run} --contents   compares the bytes of the source",
+                fix=f"threefold data audit {shell_word(run)} --contents   compares the bytes of the source",
             )
         sums = {reason: int(each.sum()) for reason, each in why.items()}
         info = part.rows.store.info

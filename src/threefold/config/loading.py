@@ -6,7 +6,6 @@ once.
 """
 
 import difflib
-import shlex
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -29,7 +28,7 @@ from threefold.config.schema import (
     value_at,
 )
 from threefold.config.yaml_text import as_yaml, parse, pasted, to_set
-from threefold.errors import ConfigError, Problem
+from threefold.errors import ConfigError, Problem, shell_word
 from threefold.jsonl import Values
 
 MESH_VARIABLES = {"DP_SIZE": "mesh.dp", "CP_SIZE": "mesh.cp", "TP_SIZE": "mesh.tp"}
@@ -218,9 +217,9 @@ def _meant(path: Path) -> str | None:
     if not path.exists() or path.suffix in (".yaml", ".yml"):
         return None
     if is_run(path):
-        return f"threefold resume {shlex.quote(str(path))}   (its config: {shlex.quote(str(path / RUN_CONFIG))})"
+        return f"threefold resume {shell_word(path)}   (its config: {shell_word(path / RUN_CONFIG)})"
     key = "model.name_or_path" if (path / "config.json").is_file() else "data.source"
-    return f"instead: --{key} {shlex.quote(str(path))}   (a config is a .yaml)"
+    return f"instead: --{key} {shell_word(path)}   (a config is a .yaml)"
 
 
 def _read_file(path: str, problems: list[Problem]) -> list[tuple[str, Any]]:
@@ -234,7 +233,7 @@ def _read_file(path: str, problems: list[Problem]) -> list[tuple[str, Any]]:
                 Problem(
                     f"{run} is the run of a program with a custom loop (threefold.Run), which has no {RUN_CONFIG}",
                     "a run of threefold train: only the program knows what this one reads and computes",
-                    f"{fix}threefold export {shlex.quote(str(run))} --to DIR",
+                    f"{fix}threefold export {shell_word(run)} --to DIR",
                 )
             )
             return []

@@ -6,14 +6,13 @@ import glob
 import json
 import os
 import re
-import shlex
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
 from threefold.config.schema import Config, value_at
 from threefold.config.section import Sources
-from threefold.errors import ConfigError, Problem
+from threefold.errors import ConfigError, Problem, shell_word
 from threefold.jsonl import object_of, open_file
 
 # In a run's folder: what the run is, and the config with which it is resumed.
@@ -71,9 +70,7 @@ def run_and_checkpoint(path: Path) -> tuple[Path, Path | None]:
         raise ConfigError(
             f"{path} is not a run",
             expected="the folder of a run (log.dir)",
-            fix=f"{shlex.quote(str(runs[-1]))}   (the newest run here)"
-            if runs
-            else "check the path",
+            fix=f"{shell_word(runs[-1])}   (the newest run here)" if runs else "check the path",
         )
     return folder, path if in_checkpoints else None
 
@@ -230,16 +227,14 @@ def _without_config(path: Path) -> ConfigError:
         what = f"model.name_or_path = {str(path)!r} is an empty folder"
     elif (path / "checkpoints").is_dir():
         what += ": it is the folder of a run"
-        fix = (
-            f"threefold export {shlex.quote(str(path))} --to DIR   and --model.name_or_path DIR"
-        )
+        fix = f"threefold export {shell_word(path)} --to DIR   and --model.name_or_path DIR"
     elif inside:
         fix = "   or   ".join(map(_model, inside[:3]))
     return ConfigError(what, expected=MODEL_FOLDER, fix=fix)
 
 
 def _model(folder: Path) -> str:
-    return f"--model.name_or_path {shlex.quote(str(folder))}"
+    return f"--model.name_or_path {shell_word(folder)}"
 
 
 def near_folder(path: Path) -> Path | None:

@@ -2,14 +2,13 @@
 
 import contextlib
 import errno
-import shlex
 import stat
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from threefold.config.paths import RUN_CONFIG
-from threefold.errors import ConfigError
+from threefold.errors import ConfigError, shell_word
 from threefold.jsonl import leads_out, object_of, open_file
 
 SAMPLES = "samples.jsonl"
@@ -74,7 +73,7 @@ def check_files(run: Path) -> None:
         raise ConfigError(
             f"{path} is not a file, but a FIFO, a socket or a device",
             expected="a run as threefold writes it: files and folders",
-            fix=f"was this run copied from somebody? Look at: ls -l {shlex.quote(str(path))}",
+            fix=f"was this run copied from somebody? Look at: ls -l {shell_word(path)}",
         )
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from threefold.audit.lookup import ordered_step
 from threefold.audit.row_losses import FOLDER
-from threefold.errors import ThreefoldError, first_line
+from threefold.errors import ThreefoldError, first_line, shell_word
 from threefold.records.files import unsafe_files
 from threefold.records.metrics import Points
 from threefold.why.batch_rows import StepBatches
@@ -38,7 +38,8 @@ class Reasons:
         try:
             size = sum(path.stat().st_size for path in (run / FOLDER).glob("rank-*.bin"))
             if size > _MOST_BYTES:
-                self.note = f"the losses of rows take {size / 2**20:,.0f} MiB: `threefold why {run}` reads them"
+                large = f"the losses of rows take {size / 2**20:,.0f} MiB"
+                self.note = f"{large}: `threefold why {shell_word(run)}` reads them"
                 return
             self._batches = StepBatches(Lookback.of(run))
             self.found = findings(self._batches)

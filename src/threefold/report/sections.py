@@ -3,14 +3,13 @@
 In: a run's facts. Out: markup, in which every text of a file is escaped.
 """
 
-import shlex
 from collections import defaultdict
 from collections.abc import Mapping
 from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from threefold.errors import ThreefoldError, ranks_text
+from threefold.errors import ThreefoldError, ranks_text, shell_word
 from threefold.mesh.topology import Topology
 from threefold.records.files import unsafe_files
 from threefold.records.state import shown_time
@@ -218,7 +217,7 @@ def _standing_out(facts: RunFacts, reasons: Reasons) -> Html:
         for step, why in islice(facts.metrics.skipped.items(), _MOST_FOUND)
     ]
     left = len(reasons.found) - _MOST_FOUND
-    all_of = pasted(f"threefold why {shlex.quote(str(facts.path))} --json")
+    all_of = pasted(f"threefold why {shell_word(facts.path)} --json")
     more = tag("p", f"and {left:,} less important ones: ", all_of) if left > 0 else ""
     notes = tag("p", reasons.note) if reasons.note else ""
     if not rows:

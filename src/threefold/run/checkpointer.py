@@ -41,7 +41,7 @@ from threefold.config.yaml_text import to_set
 from threefold.data.rows.known_rows import digests_of
 from threefold.data.sampling.loader import TokenLoader
 from threefold.data.text.listing import FILE
-from threefold.errors import CheckpointError, DataError, Problem
+from threefold.errors import CheckpointError, DataError, Problem, shell_word
 from threefold.jsonl import Lines
 from threefold.mesh.mesh import Mesh
 from threefold.model import load
@@ -174,7 +174,8 @@ class Checkpointer:
             raise CheckpointError(
                 f"{checkpoint.path} was saved by a custom loop, without its position in the data",
                 expected="what was read until then: the run would start again from the first rows",
-                fix=f"threefold export {checkpoint.path} --to MODEL, and a new run with --model.name_or_path MODEL",
+                fix=f"threefold export {shell_word(checkpoint.path)} --to MODEL, and a new run with "
+                "--model.name_or_path MODEL",
             )
         if not self.folder.accepts_changes:
             refuse_other_user_objects(manifest, self.user_objects, checkpoint)

@@ -1,7 +1,6 @@
 """The screen of rank 0: first what will be trained, then each logged step and a live bar, finally the result."""
 
 import dataclasses
-import shlex
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -15,7 +14,7 @@ from threefold.data.rows.concat import Rows
 from threefold.data.rows.known_rows import parts_of, reasons_text, why_cut
 from threefold.data.text.source import no_end_warning
 from threefold.data.tokens import spelled_out
-from threefold.errors import EXIT_FAILED, EXIT_STOPPED_WITH_CHECKPOINT, RunError
+from threefold.errors import EXIT_FAILED, EXIT_STOPPED_WITH_CHECKPOINT, RunError, shell_word
 from threefold.export.generation import generate_sample
 from threefold.mesh import environment
 from threefold.model.layer_kinds import common_number
@@ -263,14 +262,14 @@ def conclude(console: Screen, run: Built, outcome: Outcome) -> int:
             else "there is no checkpoint"
         )
         console.print(f"not saved: the state after step {outcome.step}; {kept}, in {path}")
-        console.print(f"repeat the steps since then: threefold resume {shlex.quote(str(path))}")
+        console.print(f"repeat the steps since then: threefold resume {shell_word(path)}")
         return EXIT_FAILED
     if by_signal:
         left = "" if outcome.evaluated else ", in its evaluation, which the next start makes"
         console.print(
             f"stopped by a signal after step {outcome.step}{left}; the checkpoint is saved in {path}"
         )
-        console.print(f"resume: threefold resume {shlex.quote(str(path))}")
+        console.print(f"resume: threefold resume {shell_word(path)}")
         return EXIT_STOPPED_WITH_CHECKPOINT
     if run.mesh.rank != 0:
         return 0
@@ -282,7 +281,7 @@ def conclude(console: Screen, run: Built, outcome: Outcome) -> int:
         console.print(str(stored.counts))
     done = "stopped by a hook" if outcome.stopped else "done"
     console.print(f"{done}: {outcome.step} steps, {loss}in {path}")
-    console.print(f"export: threefold export {shlex.quote(str(path))} --to DIR")
+    console.print(f"export: threefold export {shell_word(path)} --to DIR")
     return 0
 
 

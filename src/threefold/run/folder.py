@@ -7,7 +7,6 @@ import errno
 import json
 import logging
 import os
-import shlex
 import shutil
 import time
 import uuid
@@ -35,7 +34,7 @@ from threefold.config.paths import (
     with_absolute_paths,
 )
 from threefold.config.schema import Config
-from threefold.errors import CheckpointError, ConfigError, RunError, ThreefoldError
+from threefold.errors import CheckpointError, ConfigError, RunError, ThreefoldError, shell_word
 from threefold.jsonl import write_whole
 from threefold.mesh import environment
 from threefold.run import resume_choice
@@ -376,7 +375,7 @@ def refuse_other_kind(path: Path, words: Words) -> None:
     if identity is None or identity.program == words.program:
         return
     whose = "threefold train"
-    fix = f"threefold resume {shlex.quote(str(path))}"
+    fix = f"threefold resume {shell_word(path)}"
     if identity.program:
         whose = "a program with a custom loop (threefold.Run)"
         fix = "run that program again, which resumes it"

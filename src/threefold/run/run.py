@@ -15,7 +15,6 @@ import contextlib
 import dataclasses
 import logging
 import os
-import shlex
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
@@ -44,6 +43,7 @@ from threefold.errors import (
     RunError,
     check_argument,
     in_program,
+    shell_word,
 )
 from threefold.integrations import trackers
 from threefold.jsonl import MetricsFile, Tracker, Values
@@ -289,7 +289,9 @@ class Run:
             self.say(f"  set aside: {path}, later than the step that the run resumes from")
         self._lock.keep()
         policy = Policy(
-            self.config.train.nonfinite == "skip", str(self.folder.path), program=self._program
+            self.config.train.nonfinite == "skip",
+            shell_word(self.folder.path),
+            program=self._program,
         )
         self.guards = Guards(
             stop, Finite(mesh, policy), audit, progress=self.watch.progress, late=self._late
@@ -619,7 +621,7 @@ class Run:
         path = self.folder.path / record.FILE
         go_on = self.config.checkpoint.on_error == "continue"
         file = MetricsFile(path, continue_on_error=go_on) if mesh.rank == 0 else None
-        resume = f"threefold resume {shlex.quote(str(self.folder.path))}"
+        resume = f"threefold resume {shell_word(self.folder.path)}"
         older = f"resume from an older checkpoint: {resume}/checkpoints/step-..."
         if self._program:
             resume = "run the program again"

@@ -6,7 +6,6 @@ the same ones share it in the cache, and a run keeps its own copy, from which it
 """
 
 import json
-import shlex
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -24,7 +23,7 @@ from threefold.arrays import Float64
 from threefold.checkpoint.seal import checksum_of
 from threefold.data.rows.best_fit import PaddedRows
 from threefold.data.sampling.loader import evaluation_batches
-from threefold.errors import CheckpointError, RunError
+from threefold.errors import CheckpointError, RunError, shell_word
 from threefold.jsonl import write_whole
 from threefold.model.data_parallel import reshard
 from threefold.model.model import Model
@@ -220,7 +219,7 @@ def _write(path: Path, identity: ReferenceIdentity, values: Float64) -> None:
 
 def _read(path: Path, identity: ReferenceIdentity, num_documents: int) -> Float64:
     """Raises CheckpointError: the file is not as it was written, or that of something else."""
-    again = f"rm {shlex.quote(str(path))}   (it is computed again from the weights that the run began with)"
+    again = f"rm {shell_word(path)}   (it is computed again from the weights that the run began with)"
     try:
         line, _, content = path.read_bytes().partition(b"\n")
     except OSError as error:

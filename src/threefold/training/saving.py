@@ -45,6 +45,7 @@ from threefold.errors import (
     DataError,
     check_argument,
     in_program,
+    shell_word,
 )
 from threefold.jsonl import Values
 from threefold.model import load as weights
@@ -344,7 +345,7 @@ def _refuse_folder(folder: Path, step: int, model: Model) -> None:
         raise ConfigError(
             f"{asked}: step {later[-1]} is there, and this loop has gone back to step {last}",
             expected="no later checkpoints: the next load would take the newest, from the abandoned steps",
-            fix=f"mkdir -p {shlex.quote(str(aside))} && mv {shlex.join([*moved, str(aside)])}   (or {other})",
+            fix=f"mkdir -p {shell_word(aside)} && mv {shlex.join([*moved, str(aside)])}   (or {other})",
         )
     if steps and step <= steps[-1]:
         raise ConfigError(
@@ -427,7 +428,7 @@ def _newest(folder: Path) -> str | None:
         raise CheckpointError(
             f"{torn[-1].path} is not complete, and there is no other checkpoint in {folder}",
             expected="a checkpoint with its marker, which is written last",
-            fix=f"rm -r {shlex.quote(str(torn[-1].path))}   to start over, or copy it again from its source",
+            fix=f"rm -r {shell_word(torn[-1].path)}   to start over, or copy it again from its source",
         )
     return None
 

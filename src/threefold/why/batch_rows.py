@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 
 from threefold.arrays import Float64
-from threefold.errors import ConfigError
+from threefold.errors import ConfigError, shell_word
 from threefold.why.contents import Contents
 from threefold.why.lookback import Lookback
 from threefold.why.scores import scores_of_rows
@@ -98,7 +98,7 @@ class StepBatches:
             raise ConfigError(
                 f"step {step} of {run.run} has no record",
                 expected=f"a step from {first} to {last}",
-                fix=f"threefold why {run.run} --step {min(max(step, first), last)}",
+                fix=f"threefold why {shell_word(run.run)} --step {min(max(step, first), last)}",
             )
         if at is None:
             assert rows is not None

@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from typing import Any
 
-from threefold.errors import visible
+from threefold.errors import shell_word, visible
 from threefold.why.batch_rows import BatchRow, StepBatches
 from threefold.why.findings import Anomaly, findings, row_text, telling
 
@@ -27,7 +27,7 @@ def run_lines(batches: StepBatches) -> Iterator[str]:
     for finding in anomalies[:MOST]:
         yield from _finding(finding)
     if len(anomalies) > MOST:
-        yield f"and {len(anomalies) - MOST:,} less important ones: threefold why {run.run} --json"
+        yield f"and {len(anomalies) - MOST:,} less important ones: threefold why {shell_word(run.run)} --json"
     yield from _ending(batches)
 
 
@@ -49,7 +49,7 @@ def step_lines(batches: StepBatches, step: int) -> Iterator[str]:
     for row in rows[:MOST_ROWS]:
         yield from _row(row)
     if len(rows) > MOST_ROWS:
-        yield f"  and {len(rows) - MOST_ROWS:,} more: threefold why {batches.run.run} --step {step} --json"
+        yield f"  and {len(rows) - MOST_ROWS:,} more: threefold why {shell_word(batches.run.run)} --step {step} --json"
     yield from _ending(batches)
 
 

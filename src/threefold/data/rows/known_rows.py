@@ -5,7 +5,6 @@ their bytes, for a run's record; texts that name the file, the block and the row
 blocks of rows that were just read, which reads them once more from the disk.
 """
 
-import shlex
 import time
 from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence
@@ -18,7 +17,7 @@ from threefold.arrays import Int64
 from threefold.data.rows.concat import Rows
 from threefold.data.store.blocks import LOSS_MASK, OF_TOKENS, Blocks, Change
 from threefold.data.store.store import TokenStore, starts_of
-from threefold.errors import Problem, rows_text
+from threefold.errors import Problem, rows_text, shell_word
 
 
 class PackedRows(Rows, Protocol):
@@ -213,7 +212,7 @@ def problem_of(
     folder = store.prefix.parent
     fix = "copy all files of the store again from their origin, or prepare the text again in another folder"
     if cache in folder.parents:
-        fix = f"rm -r {shlex.quote(str(folder))}   (it is made again from the text)"
+        fix = f"rm -r {shell_word(folder)}   (it is made again from the text)"
     elif store.info is None:
         fix = f"copy its files again from their origin; if they were changed on purpose: rm {store.blocks_at}"
     return Problem(

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import json
 import os
-import shlex
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -22,7 +21,7 @@ from typing import Any, NamedTuple
 import xxhash
 
 from threefold.arrays import Array
-from threefold.errors import DataError
+from threefold.errors import DataError, shell_word
 from threefold.jsonl import from_json, write_whole
 
 BLOCK_BYTES = 1 << 20
@@ -217,7 +216,7 @@ class Blocks:
             raise DataError(
                 f"{place} is damaged: {str(error) or type(error).__name__}",
                 expected="the hashes of the store's blocks as written: without them nothing can be compared",
-                fix=f"rm {shlex.quote(str(place))}   (it is hashed again; a run that knows its bytes compares them)",
+                fix=f"rm {shell_word(place)}   (it is hashed again; a run that knows its bytes compares them)",
             ) from error
 
 

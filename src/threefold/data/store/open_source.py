@@ -5,7 +5,6 @@ once into a cached store while the machine's other processes wait.
 """
 
 import re
-import shlex
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -29,7 +28,7 @@ from threefold.data.text.source import (
     TextSource,
 )
 from threefold.data.tokens import Tokenizer, for_texts
-from threefold.errors import DataError, ThreefoldError
+from threefold.errors import DataError, ThreefoldError, shell_word
 from threefold.progress_bars import Bars
 
 _STORES = ("s3:", "gs:")
@@ -259,13 +258,15 @@ def store_prefix(source: str) -> Path | None:
             raise DataError(
                 f"data.source = {source!r} holds {len(prefixes)} token stores",
                 expected="one, or the prefix of one of them",
-                fix="   or   ".join(f"--data.source {prefix}" for prefix in prefixes[:5]),
+                fix="   or   ".join(
+                    f"--data.source {shell_word(prefix)}" for prefix in prefixes[:5]
+                ),
             )
         if not prefixes and any(path.glob(".parts-*")):
             raise DataError(
                 f"data.source = {source!r} is an unfinished token store",
                 expected="a complete store: .bin, .idx and .json",
-                fix=f"threefold data prepare ... --to {shlex.quote(str(path))}   as before: it continues",
+                fix=f"threefold data prepare ... --to {shell_word(path)}   as before: it continues",
             )
         return prefixes[0] if prefixes else None
     if path.suffix in (".bin", ".idx"):

@@ -27,7 +27,7 @@ from threefold.data.store.writer import StoreWriter
 from threefold.data.text.known_bytes import content_digest
 from threefold.data.text.source import ReadLog, TextSource, log_error
 from threefold.data.tokens import Tokenizer
-from threefold.errors import NO_SPACE, DataError, RunError
+from threefold.errors import NO_SPACE, DataError, RunError, shell_word
 from threefold.mesh.environment import cache_folder, num_cores
 
 STORE_NAME = "tokens"
@@ -194,7 +194,7 @@ def _refuse_other(prefix: Path, *, request: str, begun: bool) -> None:
         raise DataError(
             f"{prefix.parent} already holds another token store: {existing[0].name}",
             expected="an empty folder, or the store of the same source and the same tokenizer",
-            fix=f"--to {prefix.parent}-2   (or remove {prefix}.bin, {prefix}.idx and {prefix}.json)",
+            fix=f"--to {shell_word(f'{prefix.parent}-2')}   (or remove {prefix}.bin, {prefix}.idx and {prefix}.json)",
         )
 
 

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import difflib
 import re
-import shlex
 from pathlib import Path
 
 from threefold.config.paths import expanded
 from threefold.data.text import listing
 from threefold.data.text.listing import KINDS, FileList
-from threefold.errors import DataError
+from threefold.errors import DataError, shell_word
 
 _UNPACK = {".bz2": "bunzip2 -k", ".xz": "unxz -k", ".zip": "unzip"}
 _UNPACK |= {".tar": "tar xf", ".tgz": "tar xzf"}
@@ -29,8 +28,8 @@ def refuse_several(source: str, files: FileList) -> None:
         by_word |= {word: ends[word] for word in _SPLITS if word in ends}
     splits = {word: by_word[word] for word in _SPLITS if word in by_word}
     if "train" in splits and len(splits) > 1:
-        each = [f"--data.source {shlex.quote(str(files.root / at))}" for at in splits.values()]
-        every = shlex.quote(str(files.root / "**" / f"*{paths[0].suffix}"))
+        each = [f"--data.source {shell_word(files.root / at)}" for at in splits.values()]
+        every = shell_word(files.root / "**" / f"*{paths[0].suffix}")
         raise DataError(
             f"data.source = {source!r} holds several splits: {', '.join(splits)}",
             expected="one split, so that what is trained on is not evaluated on",
@@ -39,11 +38,11 @@ def refuse_several(source: str, files: FileList) -> None:
 
 
 def unknown_kind(source: str, path: Path) -> DataError:
-    suffix, quoted = path.suffix.lower(), shlex.quote(str(path))
+    suffix, quoted = path.suffix.lower(), shell_word(path)
     fix = f"convert it to one of these kinds, or rename it if it is plain text: cp {quoted} {quoted}.txt"
     if suffix in listing.COMPRESSIONS:
         inside = [
-            f"cp {quoted} {shlex.quote(str(path.with_suffix(f'.{kind}{suffix}')))}"
+            f"cp {quoted} {shell_word(path.with_suffix(f'.{kind}{suffix}'))}"
             for kind in ("txt", "jsonl")
         ]
         fix = f"name it after what is inside, as text or rows: {'   or   '.join(inside)}"
@@ -63,7 +62,7 @@ def nothing_readable(source: str, files: FileList) -> DataError:
         f"relative to {Path.cwd()}",
     )
     there = next(each for each in (files.root, *files.root.parents) if each.exists())
-    fix = f"find -L {shlex.quote(str(there))} -type f | head   shows what is there"
+    fix = f"find -L {shell_word(there)} -type f | head   shows what is there"
     if (path := expanded(source)).exists():
         what = (
             ": no file in this folder can be read" if path.is_dir() else ": the file is empty"
@@ -83,7 +82,7 @@ def not_there(source: str, path: Path) -> DataError:
     nearest = difflib.get_close_matches(path.name, [*names, "stdlib"], 1)
     fix = "--data.source PATH   (or stdlib, or hf:ID for a dataset on the Hub)"
     if nearest:
-        fix = f"--data.source {nearest[0] if nearest[0] == 'stdlib' else shlex.quote(str(parent / nearest[0]))}"
+        fix = f"--data.source {nearest[0] if nearest[0] == 'stdlib' else shell_word(parent / nearest[0])}"
     return DataError(
         f"data.source = {source!r} {'is neither a file nor a folder' if path.exists() else 'does not exist'}",
         expected=f"stdlib, hf:ID, a prepared folder, or a file, folder or glob, relative to {Path.cwd()}",

@@ -6,7 +6,6 @@ folder that was moved or copied is the same source. Text is UTF-8 and keeps its 
 """
 
 import hashlib
-import shlex
 import sysconfig
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -33,7 +32,7 @@ from threefold.data.text.source import (
     Piece,
     ReadLog,
 )
-from threefold.errors import DataError, Problem
+from threefold.errors import DataError, Problem, shell_word
 
 # For the standard library: no tests and no installed packages.
 EXCLUDED_FOLDERS = frozenset({"test", "tests", "idle_test", "site-packages", "dist-packages"})
@@ -106,7 +105,7 @@ class Files:
                 raise DataError(
                     f"{full} cannot be read: {error.strerror}",
                     expected="files that this user may read",
-                    fix=f"chmod u+r {shlex.quote(str(full))}   (or leave the file out of the source)",
+                    fix=f"chmod u+r {shell_word(full)}   (or leave the file out of the source)",
                 ) from error
         digests.keep()
         return hashed
@@ -279,7 +278,7 @@ def _is_utf_16(file: SourceFile, compression: str | None) -> bool:
 def _bad_encoding(
     file: SourceFile, compression: str | None, where: str, encoding: str, log: ReadLog
 ) -> None:
-    quoted, convert = shlex.quote(str(file)), f"iconv -f {encoding} -t UTF-8"
+    quoted, convert = shell_word(file), f"iconv -f {encoding} -t UTF-8"
     unpacked = (
         f"{compression} -dc {quoted} | {convert}" if compression else f"{convert} {quoted}"
     )

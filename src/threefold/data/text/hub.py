@@ -14,7 +14,6 @@ import hashlib
 import itertools
 import json
 import os
-import shlex
 import shutil
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -36,7 +35,7 @@ from threefold.data.text.source import (
     ReadLog,
     Source,
 )
-from threefold.errors import DataError, Problem, ThreefoldError, first_line
+from threefold.errors import DataError, Problem, ThreefoldError, first_line, shell_word
 from threefold.jsonl import object_of
 
 if TYPE_CHECKING:
@@ -133,7 +132,7 @@ def open_hub(
             if digests.setdefault(str(path), hashed.content) != hashed.content:
                 raise changed(
                     path,
-                    fix=f"rm -r {shlex.quote(str(checked.parent))}   (it is made again from {folder})",
+                    fix=f"rm -r {shell_word(checked.parent)}   (it is made again from {folder})",
                 )
         checked.write_text(json.dumps(digests))
     return rows

@@ -10,7 +10,6 @@ import hashlib
 import io
 import json
 import os
-import shlex
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,7 +17,7 @@ from typing import Any, BinaryIO, NamedTuple, cast
 
 import xxhash
 
-from threefold.errors import DataError
+from threefold.errors import DataError, shell_word
 from threefold.jsonl import write_whole
 
 BLOCK_BYTES = 1 << 20
@@ -180,7 +179,7 @@ def changed(path: Path, *, fix: str | None = None) -> DataError:
         f"{path} has changed, or is gone, since its fingerprint was made",
         expected="files that do not change while they are read: a store is named after the bytes that it was made from",
         fix=fix
-        or f"touch {shlex.quote(str(path))}   and run the same command again once nothing writes to it any more",
+        or f"touch {shell_word(path)}   and run the same command again once nothing writes to it any more",
     )
 
 

@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import json
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from peft import LoraConfig, get_peft_model
 from tokenizers import Tokenizer, models
-from transformers import LlamaConfig
+from transformers import LlamaConfig, LlamaForCausalLM
 
+from threefold.config import paths
 from threefold.config.loading import validate
 from threefold.data.tokens import load_tokenizer
 from threefold.errors import ThreefoldError
@@ -201,6 +206,31 @@ def test_folder_without_a_model(folder: Path) -> None:
         EXPECTED,
         "threefold export run --to DIR   and --model.name_or_path DIR",
     )
+
+
+@pytest.mark.parametrize("with_model", [False, True])
+def test_adapters_are_no_model(with_model: bool) -> None:
+    """Trained from the folder's own weights, the adapters would be lost. Pasted, the fix makes the model of both."""
+    model = LlamaForCausalLM(LlamaConfig.from_pretrained("model"))
+    model.save_pretrained("model")
+    own = LoraConfig(task_type="CAUSAL_LM", target_modules=["q_proj"], init_lora_weights=False)
+    adapted = get_peft_model(LlamaForCausalLM.from_pretrained("model"), own)
+    adapted.save_pretrained("my adapters")
+    write_tokenizer(Path("my adapters"))
+    if with_model:
+        shutil.copytree("model", "my adapters", dirs_exist_ok=True)
+    what, _, fix = reading("my adapters")
+    assert what == (
+        "model.name_or_path = 'my adapters' holds adapters, which transformers would load with the model"
+    )
+    command, _, key = fix.partition("   and --model.name_or_path ")
+    subprocess.run(command.replace("python", sys.executable, 1), shell=True, check=True)
+    paths.refuse_wrong_model(key)
+    ids = torch.arange(8)[None]
+    with torch.no_grad():
+        merged = LlamaForCausalLM.from_pretrained(key)(ids).logits
+        torch.testing.assert_close(merged, adapted.eval()(ids).logits)
+    assert load_tokenizer(key).end_id == 2
 
 
 def test_path_to_paste_is_one_word_of_the_shell() -> None:

@@ -195,12 +195,25 @@ def _absolute(named: str | None) -> str | None:
     return str(Path(named).absolute()) if exists else named
 
 
+_MERGE = (
+    "python -c 'import sys, peft, transformers; adapters, to = sys.argv[1:]; "
+    "peft.AutoPeftModelForCausalLM.from_pretrained(adapters).merge_and_unload().save_pretrained(to); "
+    "transformers.AutoTokenizer.from_pretrained(adapters).save_pretrained(to)'"
+)
+
+
 def refuse_wrong_model(name: str | None) -> None:
     """ConfigError if `name` is something here from which no model can be read, or a path at which nothing is."""
     if name is None:
         return
     path = Path(name)
     if path.is_dir():
+        if (path / "adapter_config.json").is_file():
+            raise ConfigError(
+                f"model.name_or_path = {name!r} holds adapters, which transformers would load with the model",
+                expected="a whole model: adapters are merged into it, or left out",
+                fix=f"{_MERGE} {shell_word(path)} DIR   and --model.name_or_path DIR",
+            )
         if not (path / "config.json").is_file():
             raise _without_config(path)
     elif path.exists():

@@ -1,7 +1,5 @@
 """Why a source is refused by the names of its files: none is there or can be read, or they are several splits."""
 
-from __future__ import annotations
-
 import difflib
 import re
 from pathlib import Path
@@ -19,17 +17,20 @@ _SPLITS = ("train", "test", "validation", "valid", "val", "dev", "eval")
 
 def refuse_several(source: str, files: FileList) -> None:
     """DataError for a folder with a split to train on and one to test with: read as one, a test would prove nothing."""
+    if not any("train" in each for each in files.read):
+        return
     by_word: dict[str, Path] = {}
-    paths = [path for path in map(Path, files.read) if path.suffix not in (".py", ".md")]
-    for path in paths:
-        words = re.findall("[a-z]+", path.stem) or [""]
-        ends = {word: path.with_name(f"*{word}*") for word in (words[0], words[-1])}
-        ends |= {folder.name: folder for folder in path.parents}
-        by_word |= {word: ends[word] for word in _SPLITS if word in ends}
+    texts = [each for each in files.read if not each.endswith((".py", ".md"))]
+    for folder, _, name in (each.rpartition("/") for each in texts):
+        words = re.findall("[a-z]+", name.rpartition(".")[0]) or [""]
+        for word in {words[0], words[-1]}.intersection(_SPLITS):
+            by_word[word] = Path(folder, f"*{word}*")
+    for folder in {each.rpartition("/")[0] for each in texts}:
+        by_word |= {path.name: path for path in (Path(folder), *Path(folder).parents)}
     splits = {word: by_word[word] for word in _SPLITS if word in by_word}
     if "train" in splits and len(splits) > 1:
         each = [f"--data.source {shell_word(files.root / at)}" for at in splits.values()]
-        every = shell_word(files.root / "**" / f"*{paths[0].suffix}")
+        every = shell_word(files.root / "**" / f"*{Path(texts[0]).suffix}")
         raise DataError(
             f"data.source = {source!r} holds several splits: {', '.join(splits)}",
             expected="one split, so that what is trained on is not evaluated on",

@@ -316,7 +316,6 @@ def entry():
 
 
 if __name__ == "__main__":
-    local_ranks.preload(())
     sys.exit(local_ranks.start_ranks(entry, (), num_ranks=2, ended=lambda rank, code, error: print(rank, code)))
 """
 

@@ -158,6 +158,19 @@ def test_section_that_is_a_value() -> None:
     )
 
 
+@pytest.mark.parametrize(
+    ("lines", "fix"),
+    [
+        ("data: {eval_share: 5%}", "--data.eval_share 0.05"),
+        ("model: {lora: true}", "--model.lora.r 16"),
+        ("model: {lora: false}", "leave model.lora out"),
+    ],
+)
+def test_fix_does_what_was_meant(lines: str, fix: str) -> None:
+    """Not the default: it evaluates nothing, and trains all weights."""
+    assert text(loading_file(lines)).endswith(f"\n  fix: {fix}")
+
+
 def test_value_that_is_no_yaml() -> None:
     assert text(loading(("data.source", "*.txt"))) == problem(
         "--data.source: found undefined alias '.txt'",

@@ -104,9 +104,12 @@ _LLAMA = {
         ({"hidden_size": None}, "hidden_size = None"),
         ({"hidden_size": "128"}, "hidden_size = '128'"),
         ({"num_hidden_layers": 0}, "num_hidden_layers = 0"),
-        (
-            {"quantization_config": {"bits": 4}},
-            "quantization_config = {'bits': 4} of 'llama' cannot be estimated",
+        *(
+            (
+                {"model_type": name, "quantization_config": {"bits": 4}},
+                "fix: the config.json of the unquantised model",
+            )
+            for name in ("llama", "deepseek_v3")
         ),
     ],
 )

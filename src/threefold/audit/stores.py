@@ -46,12 +46,7 @@ def store_named(name: str) -> TokenStore:
 
 
 def byte_lines(
-    run: Path,
-    segments: Sequence[Segment],
-    packing: Packing,
-    *,
-    cache: Path,
-    sampled: int,
+    run: Path, segments: Sequence[Segment], packing: Packing, *, cache: Path, sampled: int
 ) -> Iterator[str]:
     """A line for each store whose bytes are those that the run has read.
 

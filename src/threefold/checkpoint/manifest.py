@@ -130,10 +130,7 @@ def _every_key(values: Values) -> Iterator[tuple[str, int]]:
 
 
 def refuse_other(
-    manifest: Values,
-    config: Config,
-    architecture: PretrainedConfig,
-    checkpoint: Checkpoint,
+    manifest: Values, config: Config, architecture: PretrainedConfig, checkpoint: Checkpoint
 ) -> None:
     """Raises CheckpointError if the checkpoint belongs to another model or seed."""
     problems, at, seed = [], f"the checkpoint {checkpoint.path}", manifest["seed"]

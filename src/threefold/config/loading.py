@@ -159,7 +159,9 @@ def _put(
     if inner not in inner_sections(section):
         values.setdefault(section, {})[name] = value
     elif rest:
-        values.setdefault(section, {}).setdefault(inner, {})[rest] = value
+        own = values.setdefault(section, {})
+        before = own.get(inner)
+        own[inner] = {**(before if isinstance(before, Mapping) else {}), rest: value}
     elif isinstance(value, Mapping):
         for each, own in value.items():
             _put(values, origins, f"{key}.{each}", own, origin)
@@ -395,7 +397,9 @@ def _refused(what: str, expected: str, entry: Any, key: str, origin: str) -> Pro
             value, remark = meant
             return to_set(what, expected, key, value, remark=f"   ({remark})" if remark else "")
     if default is None:
-        return Problem(what, expected, f"leave {key} out")
+        adapters = key == "model.lora" and entry["input"]
+        fix = "--model.lora.r 16" if adapters else f"leave {key} out"
+        return Problem(what, expected, fix)
     return to_set(what, expected, key, default, remark="   (the default)")
 
 

@@ -124,4 +124,5 @@ def _whole(value: str | int | float) -> int | None:
 
 def _decimal(text: str) -> float | None:
     plain = re.sub(r"(?<=\d)[,_](?=\d{3}\b)", "", text.strip())
-    return float(plain) if re.fullmatch(r"[+-]?\d+(\.\d*)?([eE][+-]?\d+)?", plain) else None
+    number = re.fullmatch(r"([+-]?\d+(?:\.\d*)?(?:[eE][+-]?\d+)?)\s*(%?)", plain)
+    return float(number[1]) / (100 if number[2] else 1) if number else None

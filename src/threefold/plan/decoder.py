@@ -19,13 +19,7 @@ TRACED = (
     "threefold plan MODEL --mesh.dp 2   (without --gpus: the model's own "
     "code, traced on a mesh that the keys name)"
 )
-_OTHER_LAYERS = (
-    "qk_layernorm",
-    "use_parallel_residual",
-    "clip_qkv",
-    "quantization_config",
-    "num_nextn_predict_layers",
-)
+_UNKNOWN = ("qk_layernorm", "use_parallel_residual", "clip_qkv", "num_nextn_predict_layers")
 # In one kernel each, which keeps its input.
 _ACTIVATIONS = ("silu", "swish", "gelu", "gelu_pytorch_tanh", "relu", "relu2")
 _EXPERTS = ("num_experts", "num_local_experts")
@@ -170,6 +164,12 @@ def decoder_of(values: Mapping[str, Any]) -> Decoder:
 
 def _family(values: Mapping[str, Any]) -> Family:
     model_type = values.get("model_type")
+    if quantised := values.get("quantization_config"):
+        raise ConfigError(
+            f"quantization_config = {quantised} of {model_type!r} cannot be estimated",
+            expected="floating-point weights: codes and scales cannot be trained",
+            fix="the config.json of the unquantised model",
+        )
     if (family := FAMILIES.get(str(model_type))) is None:
         parts = " (its decoder is one of several parts)" if "text_config" in values else ""
         raise ConfigError(
@@ -177,7 +177,7 @@ def _family(values: Mapping[str, Any]) -> Family:
             expected=f"a model type whose layers are known: {', '.join(FAMILIES)}",
             fix=TRACED,
         )
-    for key in _OTHER_LAYERS:
+    for key in _UNKNOWN:
         if values.get(key):
             raise ConfigError(
                 f"{key} = {values[key]} of {model_type!r} cannot be estimated",

@@ -317,10 +317,7 @@ def open_run(
 
 
 def open_folder(
-    config: Config,
-    lock: RunLock | None,
-    words: Words,
-    refuse: Callable[[Path], object] = str,
+    config: Config, lock: RunLock | None, words: Words, refuse: Callable[[Path], object] = str
 ) -> Path:
     """Makes the run's folder or finds it, with `lock`; one rank calls it.
 

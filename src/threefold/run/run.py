@@ -299,11 +299,7 @@ class Run:
         self._stack.callback(self.guards.close)
 
     def track(
-        self,
-        values: Values,
-        facts: Values,
-        *,
-        shown: Iterable[Tracker] = (),
+        self, values: Values, facts: Values, *, shown: Iterable[Tracker] = ()
     ) -> list[Tracker]:
         """All receivers of the metrics, on rank 0: the run's file, the display, and the configured trackers."""
         if self.mesh.rank != 0:

@@ -125,10 +125,7 @@ class EvalStep:
             return torch.nn.functional.pad(torch.stack([loss_sum, targets]), (0, 2))
 
     def _with_stand_ins(
-        self,
-        reader: Batches,
-        batches: Iterable[Values],
-        failures: Sequence[Exception],
+        self, reader: Batches, batches: Iterable[Values], failures: Sequence[Exception]
     ) -> Iterator[tuple[Batch, bool]]:
         """This rank's batches, then stand-ins until no rank has any left; a loss's error on one is raised on all."""
         mesh = self._model.mesh

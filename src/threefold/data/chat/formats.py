@@ -263,10 +263,7 @@ def _as_json(value: Any) -> Any:
 
 
 def _example(
-    messages: Messages,
-    num_prompt: int,
-    tools: tuple[Any, ...] | None,
-    variables: Values,
+    messages: Messages, num_prompt: int, tools: tuple[Any, ...] | None, variables: Values
 ) -> Example:
     untrained = frozenset(
         number for number, message in enumerate(messages) if not message.get("train", True)

@@ -6,7 +6,6 @@ from pathlib import Path
 
 from threefold.config.paths import expanded
 from threefold.data.text import listing
-from threefold.data.text.listing import KINDS, FileList
 from threefold.errors import DataError, shell_word
 
 _UNPACK = {".bz2": "bunzip2 -k", ".xz": "unxz -k", ".zip": "unzip"}
@@ -15,7 +14,7 @@ _UNPACK |= {".tar": "tar xf", ".tgz": "tar xzf"}
 _SPLITS = ("train", "test", "validation", "valid", "val", "dev", "eval")
 
 
-def refuse_several(source: str, files: FileList) -> None:
+def refuse_several(source: str, files: listing.FileList) -> None:
     """DataError for a folder with a split to train on and one to test with: read as one, a test would prove nothing."""
     if not any("train" in each for each in files.read):
         return
@@ -51,12 +50,12 @@ def unknown_kind(source: str, path: Path) -> DataError:
         fix = f"{_UNPACK[suffix]} {quoted}"
     return DataError(
         f"data.source = {source!r}: files of type {path.suffix or '(no extension)'} are not supported",
-        expected=f"one of {KINDS}",
+        expected=f"one of {listing.KINDS}",
         fix=fix,
     )
 
 
-def nothing_readable(source: str, files: FileList) -> DataError:
+def nothing_readable(source: str, files: listing.FileList) -> DataError:
     has = listing.counted(files.left_out) or "no file"
     what, where = (
         f" matches no file{' that can be read' if files.left_out else ''}",
@@ -72,7 +71,7 @@ def nothing_readable(source: str, files: FileList) -> DataError:
         fix = "--data.source FOLDER   (a folder that holds such files)"
     return DataError(
         f"data.source = {source!r}{what}",
-        expected=f"at least one {KINDS} file, {where}",
+        expected=f"at least one {listing.KINDS} file, {where}",
         fix=fix,
     )
 

@@ -877,6 +877,21 @@ def test_error_of_another_source_names_its_key_and_leaves_paths_alone() -> None:
     )
 
 
+def test_fields_of_one_source_are_not_those_of_all() -> None:
+    """data.fields is of every source: pasted, it was wrong for the others."""
+    fix = "--data.fields '{prompt: question, completion: answer}'   (only the answer is trained on)"
+    problem = Problem("data.fields.text = 'text': x.jsonl: no such field", "others", fix)
+    in_source = "fields: {prompt: question, completion: answer} in the source   (only the answer is trained on)"
+    assert _named("data.mixture.b", problem).fix == in_source
+    held_out = _named("eval.source", problem)
+    assert held_out.what == f"eval.source: {problem.what}"
+    assert held_out.fix == (
+        "threefold data prepare ... --data.fields '{prompt: question, completion: answer}' --to DIR   of these rows, "
+        "and --eval.source DIR"
+    )
+    assert _named("data.source", problem) == problem
+
+
 @pytest.mark.parametrize(("code", "kind"), [(2, ConfigError), (1, RunError)])
 def test_error_of_threefold_train_is_of_its_kind(
     code: int, kind: type[ThreefoldError], monkeypatch: pytest.MonkeyPatch

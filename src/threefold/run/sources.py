@@ -27,6 +27,7 @@ T = TypeVar("T")
 # The key itself, not a path that holds these words.
 _SOURCE_KEY = re.compile(r"(?<![\w/.'\"])data\.source(?!\w|/|\.\w|['\"])")
 _HELD_OUT = "eval.source"
+_FIELDS = re.compile(r"--data\.fields '([^']*)'")
 
 
 def sources_of(config: Config, *, held_out: bool = False) -> dict[str, Source]:
@@ -194,8 +195,15 @@ def refuse_other_rows(formats: Mapping[str, str], objective: str) -> None:
 def _named(key: str, problem: Problem) -> Problem:
     # The reader of a source always names data.source.
     if key.startswith("data.mixture."):
-        return dataclasses.replace(problem, what=f"{key}: {problem.what}")
+        fix = _FIELDS.sub(r"fields: \1 in the source", problem.fix)
+        return dataclasses.replace(problem, what=f"{key}: {problem.what}", fix=fix)
     what, expected, fix = (
         _SOURCE_KEY.sub(key, text) for text in (problem.what, problem.expected, problem.fix)
     )
+    if key == _HELD_OUT and (fields := _FIELDS.search(fix)):
+        # Of other names for both, those of the rows that are trained on would be wrong.
+        what = f"{key}: {what}"
+        fix = (
+            f"threefold data prepare ... {fields[0]} --to DIR   of these rows, and --{key} DIR"
+        )
     return Problem(what, expected, fix)

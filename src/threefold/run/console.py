@@ -146,7 +146,8 @@ def _notes(run: Built) -> Iterator[Entry]:
         source, store = f"{part.name}: " if len(parts) > 1 else "", part.rows.store
         if (info := store.info) is not None and info.bos_id is not None:
             yield "bos", f"{source}token {info.bos_id} begins each document: data.bos"
-        if store.loss_mask is None or not store.loss_mask.templated:
+        # At an address, this rank alone would wait for it.
+        if store.stored is None and not (store.loss_mask and store.loss_mask.templated):
             begin = store.read(0, min(store.num_tokens, _LOOKED_AT))
             if spelled := ", ".join(spelled_out(run.tokenizer, begin)[:_NAMED]):
                 kept = f"{source}{spelled} in a text stays text. As control tokens"

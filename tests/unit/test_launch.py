@@ -364,3 +364,14 @@ def test_a_rank_may_have_more_connections_than_the_soft_limit(few_open_files: in
     if hard > soft:
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
         assert allow_open_files() == hard == resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+
+
+def test_a_soft_limit_that_cannot_be_raised_stays(
+    few_open_files: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refused(*_: object) -> None:
+        raise ValueError("current limit exceeds maximum limit")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(resource, "setrlimit", refused)
+        assert allow_open_files() == 1000

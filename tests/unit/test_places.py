@@ -469,6 +469,25 @@ def test_ctrl_c_is_heard_while_a_store_does_not_answer() -> None:
     assert process.returncode == -signal.SIGINT
 
 
+def test_ctrl_c_that_does_not_end_a_wait_is_heard() -> None:
+    """As one that comes just before the wait begins; here another thread receives it."""
+    code = (
+        "import os, signal, threading, time; from threefold.places.object_store import open_store\n"
+        "place = open_store('s3://runs/a', os.environ)\n"
+        "def received():\n"
+        "    time.sleep(0.2)\n"
+        "    signal.pthread_kill(threading.get_ident(), signal.SIGINT)\n"
+        "    time.sleep(60)\n"
+        "signal.signal(signal.SIGINT, signal.default_int_handler)\n"
+        "place._call(received)"
+    )
+    ended = subprocess.run(
+        [sys.executable, "-c", code], env=os.environ, capture_output=True, timeout=20
+    )
+    assert ended.returncode == -signal.SIGINT
+    assert ended.stderr.endswith(b"KeyboardInterrupt\n")
+
+
 def test_store_is_not_used_after_a_fork(
     place: ObjectStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -15,7 +15,7 @@ import re
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
@@ -312,6 +312,9 @@ class ObjectStore:
 
         # One that still waits does not keep the process from ending.
         threading.Thread(target=work, daemon=True).start()
+        # A signal that comes just before a wait does not end it.
+        while not future.done():
+            wait([future], timeout=1)
         return future.result()
 
     @contextmanager

@@ -255,6 +255,11 @@ def whole_of(tensor: Any) -> Any:
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
+def is_sharded(tensor: Tensor | None) -> bool:
+    """Whether FSDP2 has a tensor, of which ranks hold parts, or one rank all of it."""
+    return isinstance(tensor, DTensor) and "fsdp" in (tensor.device_mesh.mesh_dim_names or ())
+
+
 def local_part(parameter: Any) -> Any:
     """This rank's part of a parameter, or all of a plain one."""
     if not isinstance(parameter, DTensor):

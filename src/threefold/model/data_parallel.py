@@ -12,14 +12,13 @@ from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.fsdp import (
     CPUOffloadPolicy,
     FSDPModule,
     MixedPrecisionPolicy,
     fully_shard,
 )
-from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from transformers import PreTrainedModel
 
@@ -163,11 +162,6 @@ def _ends(model: Any, layers: list[nn.Module]) -> list[tuple[nn.Module, nn.Modul
         return []
     ends = [(embedding, None), (behind[0], head)]
     return [each for each in ends if sum(map(_bytes, filter(None, each))) >= choices.UNIT_BYTES]
-
-
-def is_sharded(tensor: Tensor | None) -> bool:
-    """Whether FSDP2 has a tensor, of which ranks hold parts, or one rank all of it."""
-    return isinstance(tensor, DTensor) and "fsdp" in (tensor.device_mesh.mesh_dim_names or ())
 
 
 def _units(layers: list[nn.Module]) -> list[list[nn.Module]]:

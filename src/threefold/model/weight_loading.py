@@ -14,8 +14,7 @@ from transformers import PreTrainedModel
 
 from threefold.mesh.mesh import Mesh
 from threefold.model import weight_check
-from threefold.model.collectives import local_part
-from threefold.model.data_parallel import is_sharded
+from threefold.model.collectives import is_sharded, local_part
 from threefold.model.weight_check import Weights, is_adapter, original, stored_tensors
 
 _INTEGERS = (torch.int16, torch.int32, torch.int64)

@@ -81,7 +81,7 @@ class Checkpointer:
         self.lost_bits: list[str] | None = None
         self._last = self.folder.done  # the step of the last save, or of the resume
         # Called when a save is over, before the next, which may remove what it saved.
-        self.between: Callable[[], None] = lambda: None
+        self.on_saved: Callable[[Checkpoint], None] = lambda checkpoint: None
         self.saver: Saver  # made by `start`
         self._base = load.base_of(self.config, self.mesh)
         self._code = load.own_code(self.model.module)
@@ -145,8 +145,13 @@ class Checkpointer:
         keep = self.config.checkpoint.keep
         job = self.folder.save_of(step, manifest, keep=keep, best=best)
         self.saver.wait()
-        self.between()
+        self.report_saved()
         self.saver.save(job)
+
+    def report_saved(self) -> None:
+        """Calls `on_saved` with the newest complete checkpoint of this run, if there is one."""
+        if (step := self.saver.saved_step) > self.folder.done:
+            self.on_saved(self.folder.checkpoints.at(step))
 
     def _mark_best(self, step: int, eval_loss: float) -> None:
         self.folder.checkpoints.mark_best(step, eval_loss)

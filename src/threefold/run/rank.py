@@ -278,7 +278,7 @@ def _followed(
         )
     loop = _loop_of(built, guards, extras)
     checkpointer.start(loop.step)
-    checkpointer.between = partial(_saved, built, hooks)
+    checkpointer.on_saved = hooks.saved
     guards.notice = checkpointer.saver.check
     rows, batches = kept_rows_of(built, guards.audit), None
     if built.held_out is not None:
@@ -290,14 +290,14 @@ def _followed(
             loop,
             kept_rows=rows,
             eval_batches=batches,
-            after_step=checkpointer.between,
+            after_step=checkpointer.report_saved,
         )
         outcome = train_loop(loop, first_step=built.done + 1, unevaluated=unevaluated)
         guards.progress.close()
         guards.progress.enter(CLOSING)
         with console.bars.show("saving"):
             checkpointer.saver.wait()
-        _saved(built, hooks)
+        checkpointer.report_saved()
         _store(run, console)
     except Exception:
         checkpointer.saver.join(LINGER_S)
@@ -316,11 +316,6 @@ def _store(run: Run, console: Screen) -> None:
     if run.folder.mirror is not None:
         with console.bars.show(f"sending to {run.config.checkpoint.store}"):
             run.folder.mirror.wait(run.watch.progress.tick)
-
-
-def _saved(run: Built, hooks: Hooks) -> None:
-    if (step := run.checkpointer.saver.saved_step) > run.folder.done:
-        hooks.saved(run.folder.checkpoints.at(step))
 
 
 def _loss_of(run: Built) -> dict[str, Any]:

@@ -21,8 +21,8 @@ from torch.utils._pytree import tree_leaves, tree_map
 from threefold.errors import ConfigError, OtherRankError, RunError, check_argument
 from threefold.mesh.mesh import Mesh
 from threefold.model import noise
+from threefold.model.collectives import is_sharded
 from threefold.model.context_parallel.positions import local_positions
-from threefold.model.data_parallel import is_sharded
 from threefold.model.gradient_sums import refuse_direct
 from threefold.model.head import Sums
 from threefold.model.model import Model, OutputsOf, arguments_of, check_model

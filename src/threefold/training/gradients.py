@@ -10,8 +10,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from threefold.model.collectives import local_part
-from threefold.model.data_parallel import is_sharded
+from threefold.model.collectives import is_sharded, local_part
 from threefold.model.model import Model
 
 # Gradients that copies of a model average in one collective.

@@ -358,11 +358,7 @@ def test_newest_and_best_are_kept(tmp_path: Path) -> None:
 def _between(folder: str) -> Any:
     run, told = Miniature((2, 1, 1, 1), folder, checkpoint={"keep": 1, "every": 1}), []
 
-    def tell() -> None:
-        if run.mesh.rank == 0 and (step := run.checkpointer.saver.saved_step) > 0:
-            told.append((step, run.folder.checkpoints.at(step).complete))
-
-    run.checkpointer.between = tell
+    run.checkpointer.on_saved = lambda each: told.append((each.step, each.complete))
     for step in (1, 2, 3):
         run.advance(1)
         run.checkpointer.save(step, None, True)
@@ -372,7 +368,7 @@ def _between(folder: str) -> Any:
 
 def test_each_save_is_told_of_before_the_next_can_remove_it(tmp_path: Path) -> None:
     write_corpus(tmp_path)
-    assert run_ranks(_between, 2, str(tmp_path / "run")) == [[(1, True), (2, True)], []]
+    assert run_ranks(_between, 2, str(tmp_path / "run")) == 2 * [[(1, True), (2, True)]]
 
 
 def _saved_first(folder: str) -> Any:

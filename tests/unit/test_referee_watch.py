@@ -107,6 +107,48 @@ def test_program_that_counts_its_batches_has_epochs_too(tmp_path: Path) -> None:
     assert "each of 24 rows was read once in each epoch, of 2" in "\n".join(verdict.lines())
 
 
+STEP = """        optimizer.zero_grad()
+        nn.functional.mse_loss(model(inputs), targets).backward()
+        optimizer.step()
+"""
+
+
+@pytest.mark.parametrize("how", ["closure", "closure=closure"])
+def test_gradients_that_a_closure_computes_are_those_of_its_step(
+    tmp_path: Path, how: str
+) -> None:
+    """As under Lightning's Trainer: the model is called inside of the optimizer's step."""
+    closure = f"""        def closure():
+            optimizer.zero_grad()
+            loss = nn.functional.mse_loss(model(inputs), targets)
+            loss.backward()
+            nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+            return loss
+        optimizer.step({how})
+"""
+    verdict, printed = watched(tmp_path, LOOP.replace(STEP, closure))
+    assert STEP in LOOP and verdict.watched.ranks[0].num_steps == 12
+    lines = judge(tmp_path / "record").lines()
+    for line in (
+        "proved      rows of an epoch: each of 24 rows was read once in each epoch, of 2",
+        "proved      norm of gradients: gradients are clipped by the norm of all of them in 2 steps",
+        "proved      updates: in step 1 each of 4 parameters moves as torch's AdamW says",
+    ):
+        assert line in lines, lines
+    assert printed == weights_alone(tmp_path / "program.py")
+
+
+def test_norm_over_modules_that_are_called_one_by_one_is_not_judged(tmp_path: Path) -> None:
+    parts = STEP.replace("model(inputs)", "model[2](model[1](model[0](inputs)))").replace(
+        "        optimizer.step()",
+        "        nn.utils.clip_grad_norm_(model.parameters(), 0.1)\n        optimizer.step()",
+    )
+    watched(tmp_path, LOOP.replace(STEP, parts))
+    verdict = judge(tmp_path / "record")
+    what = "not judged  norm of gradients: gradients of other modules are clipped with those of the model"
+    assert what in verdict.lines() and verdict.exit_code == 3, verdict.lines()
+
+
 def test_record_as_large_as_allowed_ends_and_the_program_does_not(tmp_path: Path) -> None:
     verdict, printed = watched(tmp_path, LOOP, keep_bytes=2000)
     assert verdict.exit_code == 3

@@ -155,7 +155,7 @@ def _read_rank(path: Path) -> RankRecord | None:
         return None
     start, *rest = lines
     record = RankRecord(start["rank"], start["world_size"], start["start"], folder=path.parent)
-    of_kind: dict[str, list[Values]] = defaultdict(list)
+    of_kind = defaultdict[str, list[Values]](list)
     for line in rest:
         of_kind[line["kind"]].append(line)
     for line in of_kind["step"]:

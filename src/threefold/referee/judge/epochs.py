@@ -151,7 +151,7 @@ def _epochs_by_rows(ranks: Records) -> list[Epoch]:
         for row in call.rows
     ]
     times: Rows = Counter()
-    by_epoch: dict[int, list[tuple[int, int, str]]] = defaultdict(list)
+    by_epoch = defaultdict[int, list[tuple[int, int, str]]](list)
     for step, rank, row in sorted(reads, key=itemgetter(0)):
         times[row] += 1
         by_epoch[times[row]].append((step, rank, row))

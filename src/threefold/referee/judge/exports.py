@@ -9,6 +9,7 @@ from pathlib import Path
 
 from safetensors import SafetensorError
 
+from threefold.errors import first_line
 from threefold.referee.judge.own_model import model_class
 from threefold.referee.judge.parts import (
     JudgedPart,
@@ -96,11 +97,9 @@ def _wrong(folder: str, expected: Described, architecture: Values) -> str | None
                 folder, dtype="auto", use_safetensors=True, local_files_only=True
             )
     except (OSError, SafetensorError) as error:
-        return f"no readable model ({str(error).splitlines()[0]})"
+        return f"no readable model ({first_line(error)})"
     except Exception as error:  # possibly only on this machine
-        raise Unjudgeable(
-            f"transformers does not load it here ({str(error).splitlines()[0]})"
-        ) from None
+        raise Unjudgeable(f"transformers does not load it here ({first_line(error)})") from None
     finally:
         logging.disable(before)
     values, saved = model.config.to_dict(), architecture["config"]

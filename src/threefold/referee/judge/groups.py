@@ -83,7 +83,7 @@ def _known_groups(ranks: Records) -> RankGroups:
     first, shared = ranks[0], sequences_of(ranks)
     if first.world_size == 1:
         return RankGroups([ranks], "one process", 1, shared=shared)
-    groups: dict[int, Records] = defaultdict(list)
+    groups = defaultdict[int, Records](list)
     for record in with_whole_rows(ranks, shared):
         placement, peers = record.placement, shared[record.rank].ranks
         if unknown := placement.get("unknown"):

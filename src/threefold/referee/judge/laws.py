@@ -55,7 +55,7 @@ def known_laws(units: list[UnitSize]) -> list[Law]:
     }
     laws: list[Law] = []
     for name, key in keys.items():
-        counts: Counter[Any] = Counter()
+        counts = Counter[Any]()
         for unit in units:
             counts[key(unit)] += unit.num_targets
         weights = torch.tensor(

@@ -100,7 +100,7 @@ def numbers_text(first: int, last: int) -> str:
 
 def listed(names: Iterable[str], texts: dict[str, str] | None = None) -> str:
     """Parameters with what is reported about them, those of several layers under one name, the first eight."""
-    groups: dict[str, list[str]] = defaultdict(list)
+    groups = defaultdict[str, list[str]](list)
     for name in names:
         groups[re.sub(r"\.\d+\.", ".*.", name)].append(name)
     shown = [

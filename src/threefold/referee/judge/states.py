@@ -48,7 +48,7 @@ def whole_state(states: Sequence[Values]) -> WholeState:
 
 
 def _whole(states: Sequence[Values], kind: str) -> Iterator[tuple[str, Any]]:
-    held: dict[str, list[Any]] = defaultdict(list)
+    held = defaultdict[str, list[Any]](list)
     for state in states:
         if "unknown" in state:
             raise Unjudgeable(state["unknown"])

@@ -49,6 +49,8 @@ def judge_norms(steps: list[CheckedStep]) -> JudgedPart:
     for step in clipped:
         if why := step.clip.get("unknown"):
             raise Unjudgeable(why)
+        if "others" in step.clip:
+            raise Unjudgeable("gradients of other modules are clipped with those of the model")
         # Non-finite values are None in a record.
         if (norm := step.clip["norm"]) is None:
             raise Unjudgeable(

@@ -132,10 +132,8 @@ def _curve_of_starts(
     parts = {part.name: part for part in _curve(folder, groups)}
     for number, later in enumerate(watched.later if training.others is None else [], start=2):
         for part in _curve(folder, groups_of([record for record in later if record.calls])):
-            earlier = parts.get(part.name, part)
-            if part.status is PartStatus.REFUTED and (
-                earlier is part or earlier.status is not PartStatus.REFUTED
-            ):
+            earlier = getattr(parts.get(part.name), "status", None)
+            if part.status is PartStatus.REFUTED is not earlier:
                 parts[part.name] = replace(part, what=f"start {number}: {part.what}")
     return list(parts.values())
 

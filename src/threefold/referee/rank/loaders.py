@@ -40,10 +40,10 @@ class Loaders:
     def __init__(self) -> None:
         self.last: PassName | None = None
         self.passes: dict[PassName, Values] = {}
-        self._numbers: dict[int, int] = {}
-        self._num_passes: Counter[int] = Counter()
-        self._last_batches: set[PassName] = set()
-        self._names: WeakKeyDictionary[Any, PassName] = WeakKeyDictionary()
+        self._numbers = dict[int, int]()
+        self._num_passes = Counter[int]()
+        self._last_batches = set[PassName]()
+        self._names = WeakKeyDictionary[Any, PassName]()
 
     def begins(self, iterator: Any, loader: Any) -> None:
         """A pass of a loader begins."""

@@ -98,15 +98,15 @@ class RankRecorder:
         self._file: SealedFile | None = None
         self._name = ""
         self._pid = self._rank = self._start = self._num_steps = 0
-        self._trained: WeakKeyDictionary[Optimizer, tuple[int, Module]] = WeakKeyDictionary()
-        self._saved: set[tuple[int, int]] = set()
+        self._trained = WeakKeyDictionary[Optimizer, tuple[int, Module]]()
+        self._saved = set[tuple[int, int]]()
         self._passes: set[PassName | None] = {None}
-        self._shown: WeakKeyDictionary[Module, Values] = WeakKeyDictionary()
-        self._models: WeakKeyDictionary[Module, int] = WeakKeyDictionary()
+        self._shown = WeakKeyDictionary[Module, Values]()
+        self._models = WeakKeyDictionary[Module, int]()
         self._numbers = count()
-        self._calls: list[OpenCall] = []
+        self._calls = list[OpenCall]()
         self._curve: StepCurve | None = None
-        self._steps_of: Counter[int] = Counter()
+        self._steps_of = Counter[int]()
         self.types: set[str] | None = None
         self._is_off = self._has_loaded = False
         self.loaders = Loaders()
@@ -253,19 +253,8 @@ class RankRecorder:
                     most_bytes=self._most_bytes // world_size,
                 )
         self._pid = os.getpid()
-        versions = {
-            name: str(getattr(sys.modules.get(name), "__version__", None))
-            for name in ("torch", "transformers", "accelerate", "trl", "deepspeed")
-        }
-        file.write(
-            "start",
-            {
-                "rank": self._rank,
-                "start": self._start,
-                "world_size": world_size,
-                "versions": versions,
-            },
-        )
+        start = {"rank": self._rank, "start": self._start, "world_size": world_size}
+        file.write("start", start)
         if (models := sys.modules.get("transformers.modeling_utils")) is not None:
             self.around(models.PreTrainedModel, "save_pretrained", after=self.exports)
         atexit.register(self.guard, self.end)
@@ -312,7 +301,20 @@ class RankRecorder:
         if self._curve is not None:
             self._curve.values["clip"] = {"unknown": "gradients are clipped by value"}
 
-    def steps(self, optimizer: Optimizer, *args: Any) -> None:
+    def begins_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
+        """An optimizer begins a step; a closure, as Lightning's, computes its gradients first."""
+        closure = [*args, kwargs.get("closure")][1]
+        if not callable(closure):
+            return self.guard(self.steps, optimizer)
+
+        def watched() -> Any:
+            loss = closure()
+            self.guard(self.steps, optimizer)
+            return loss
+
+        return args[:1] + args[2:], {**kwargs, "closure": watched}
+
+    def steps(self, optimizer: Optimizer) -> None:
         """An optimizer takes a step. One that steps right after another has trained on the same calls."""
         calls = [call for call in self._calls if call.is_trained]
         if self._file is None or (self._only and optimizer is not self._only[1]):
@@ -377,12 +379,12 @@ class RankRecorder:
         if (
             self._file is None
             or trained is None
-            or (at := (self._num_steps, trained[0])) in self._saved
+            or (self._num_steps, trained[0]) in self._saved
         ):
             return
-        self._saved.add(at)
+        self._saved.add((self._num_steps, trained[0]))
         state = state_of(trained[1], optimizer)
-        self._file.write("saved", {"step": at[0], "optimizer": at[1], **state})
+        self._file.write("saved", {"step": self._num_steps, **state})
 
     def loads(self, optimizer: Optimizer, state_dict: Any) -> None:
         """An optimizer gets a state; an empty one is none."""
@@ -420,7 +422,7 @@ class RankRecorder:
             return
         for name, values in self.loaders.passes.items():
             self._file.write("pass", {"pass": name, **values})
-        self._file.write("end", {"steps": self._num_steps})
+        self._file.write("end", {})
         self._file.close()
         self._file, self._is_off = None, True
 
@@ -462,7 +464,7 @@ def hang(recorder: RankRecorder) -> None:
         recorder.around(owner, "zero_grad", before=recorder.clears)
     recorder.around(Optimizer, "state_dict", before=recorder.saves)
     recorder.around(Optimizer, "load_state_dict", before=recorder.loads)
-    register_optimizer_step_pre_hook(partial(recorder.guard, recorder.steps))
+    register_optimizer_step_pre_hook(recorder.begins_step)
     recorder.loaders.attach(recorder.around)
 
 

@@ -241,7 +241,7 @@ class StepCurve:
     ) -> None:
         self.values: Values = {"module": number, "clip": {}}
         self.tensors: Tensors = {}
-        self.types: set[str] = set()
+        self.types = set[str]()
         self._module = module
         self._all = named_parameters(module)
         self.values["trained"] = [
@@ -263,6 +263,10 @@ class StepCurve:
         groups = []
         zero = zero_of(self._module)
         for group in optimizer.param_groups if zero is None else groups_of(zero):
+            if self.values["clip"] and any(
+                p.grad is not None and id(p) not in names for p in group["params"]
+            ):
+                self.values["clip"]["others"] = True
             options = {**group, "lr": float(group["lr"])} if "lr" in group else group
             settings = {
                 name: value

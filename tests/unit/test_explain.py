@@ -386,7 +386,7 @@ def test_text_of_an_explanation() -> None:
 def test_unknown_names_the_last_error(tmp_path: Path) -> None:
     log = (
         'Traceback (most recent call last):\n  File "<string>", line 4, in <module>\n'
-        '  File "/venv/lib/python3.11/site-packages/torch/nn/modules/linear.py", line 134, in forward\n'
+        '  File "/venv/lib/python3.11/site-packages/torch/nn/modules/module.py", line 134, in forward\n'
         "    return F.linear(input, self.weight, self.bias)\nRuntimeError: an error of its own (2x5 and 4x4)\n"
     )
     (tmp_path / "train.log").write_text(log)
@@ -395,7 +395,7 @@ def test_unknown_names_the_last_error(tmp_path: Path) -> None:
     assert text.splitlines() == [
         "unknown: threefold does not know any error in this log",
         "  its most telling lines:",
-        '    line 3: File "/venv/lib/python3.11/site-packages/torch/nn/modules/linear.py", line 134, in forward',
+        '    line 3: File "/venv/lib/python3.11/site-packages/torch/nn/modules/module.py", line 134, in forward',
         "    line 4: return F.linear(input, self.weight, self.bias)",
         "    line 5: RuntimeError: an error of its own (2x5 and 4x4)",
         f"  the errors that it does know: {PAGES}",

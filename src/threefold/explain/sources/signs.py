@@ -37,11 +37,11 @@ class EventKind(Enum):
     axolotl  unsloth  DTensor  DeviceMesh  aten\.\w  aten::  gloo/transport  TrainingArguments  reported to Coordinator
     PyTorchJob  MPIJob  TrainJob  [Ss]age[Mm]aker  [Tt]raining job  tensor parallel
     \[[EWIF]\d{3,4} \d\d:\d\d:\d\d\.\d{6,9} \w+\.cpp:\d+\]  RuntimeError: CUDA error  TORCH_USE_CUDA_DSA
-    CUDA kernel errors might  [Ll]earning rate  [Ll]ibfabric EFA  (?:train|val|eval)/loss  torch_npu  HCCL  RCCL  oneCCL
+    CUDA kernel errors might  [Ll]earning rate  [Ll]ibfabric EFA  (?:train|val|eval)/\w*[Ll]oss  torch_npu  HCCL  RCCL
     mmseg  mmpretrain  mmaction  (?<![a-z])(?:timm|trl|flax)[./]\w  optax  jax/_src  [Pp]addle(?:Seg|Detection|NLP|Clas)
     paddle[./](?:fluid|distributed|nn)  MASTER_ADDR  nproc_per_node  gradient_accumulation  lr_scheduler  model_parallel
     (?<![a-z])(?:verl|xtuner|nanotron|nemo_rl|torchtune|torchtitan)[./]\w  openrlhf  llamafactory  (?<![A-Za-z])GRPO
-    (?<!o)llama(?! runner)
+    (?<!o)llama(?! runner)  oneCCL  (?<![a-z])trainer[._/]\w
     grpo_  tensor_parallel  pipeline_parallel  train_dataloader  trainer\.(?:train|fit)\(  model\.fit\(  RayJob  TFJob
     train\w*\.(?:py|sh|ya?ml)  [_-]train(?![a-z]|\.[cjt])  pretrain(?!ed)  pt_main_thread
     finetun  fine-tun  batch_size  local_rank  Trainer\b
@@ -54,6 +54,7 @@ class EventKind(Enum):
     LEARN = r"""
     checkpoint  datasets/  [Ee]pochs?(?![a-z])  (?<![A-Za-z])loss(?:es)?(?![A-Za-z]|:? \d+%)  \d%\|.*(?:it/s|s/it)
     [Ee]valuat  [Dd]ataset  [Oo]ptimizer  [Gg]radient  [/_]train[/_.]  \.ckpt  \.pth\b  \.pt\b  ckpt  tokenizer
+    num_epochs  multiprocessing/spawn  mnist  MNIST  [Ii]mage[Nn]et  cifar  CIFAR  [Rr]es[Nn]et  yolo  YOLO  hvd
     inference  [Tt]raining(?![a-z])  kubeflow  omegaconf  executing job with overrides  hydra[._/]\w  DataLoader\b
     """
     # words of the machines that train
@@ -83,6 +84,7 @@ class EventKind(Enum):
     (?<![a-z])trl\b  openrlhf  [Tt]rainable  RayTrain  WorkerDict  trainer[._/]  \.fit\(  train_\w  in train\b
     [Mm]egatron  nemo_rl  torchtitan  torchtune  llamafactory  axolotl  fairseq  mmengine  detectron2  pytorch_lightning
     apex[./-]  FSDP  (?<![A-Za-z])DDP(?![A-Za-z])  mm(?:det|seg)\w*/apis  pcdet
+    wandb  learning_rate  lr_scheduler  num_epochs  DistributedDataParallel  DataLoader
     """
     # ranks that meet
     GROUP = r"""

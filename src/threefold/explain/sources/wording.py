@@ -42,7 +42,7 @@ _MET = re.compile(
 is_of_launcher = re.compile(
     r"^GPU core dump|nvidia-|NVRM|amdgpu"
     r"|slurm|srun|sbatch|salloc|ssh|[Mm][Pp][Ii]|O[RM]TE|PRTE|OPAL|PMI|UCX|ucx|[Ww]arning|^\W*$"
-    r"|^\S*[$#>] |^\[?node|^[*=#+|-]|^\w+: +\S+$"
+    r"|^\S*[$#>] |^\[?node|^[*=#+|-]|^\s*(?:- )?\w+: +\S+$|^NAME |^\S+ +\d+/\d+ "
     r"|\b(?:I|[Ww]e|[Mm]y|[Tt]his|these|following)\b"
 ).search
 

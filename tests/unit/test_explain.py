@@ -763,6 +763,14 @@ def test_server_of_models_within_training_is_of_the_training() -> None:
     )
 
 
+def test_error_without_its_traceback_is_the_programs_unless_training_goes_on() -> None:
+    log = "torchrun train.py\nstep 1 loss 2.0\nKeyError: 'x'\n"
+    found = explain(log)
+    assert found is not None and found.known.name == "own-error"
+    for after in ("step 2 loss 1.9", "epoch 1: 10%|# | 1/10 [00:01<00:09, 1.0s/it]"):
+        assert explain(f"{log}{after}\n") is None
+
+
 def test_machine_taken_away_is_told_and_a_request_that_waits_is_no_failure() -> None:
     training = "torchrun --nproc_per_node 8 train.py\nstep 10 loss 2.31"
     for line in (

@@ -53,13 +53,13 @@ class Events:
         serves = self._signs(EventKind.SERVING) and not self._signs(EventKind.TRAINS)
         return bool(serves or self._signs(EventKind.FOREIGN))
 
-    def made_good(self, index: int) -> bool:
+    def made_good(self, index: int, goes_on: int = _GOES_ON) -> bool:
         """Whether the job continued, found another way or finished after the line at `index`, as its own file shows."""
         end = self.log.source(index).stop
         enough = (
             (EventKind.FINISHED, 1),
             (EventKind.MENDED, 1),
-            (EventKind.PROGRESS, _GOES_ON),
+            (EventKind.PROGRESS, goes_on),
         )
         return any(self._between(kind, index, end) >= least for kind, least in enough)
 

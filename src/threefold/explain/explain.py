@@ -27,6 +27,7 @@ from threefold.explain.sources.tracebacks import (
     is_error,
     messages,
     raised,
+    unframed,
 )
 from threefold.explain.sources.wording import is_mild, is_talk
 
@@ -307,6 +308,10 @@ def _own_errors(
     if events.is_foreign or not (hits or trains):
         return []
     first = first_exit(log).rank
+    if not (errors or events.places(EventKind.FINISHED)) and all(
+        hit.tier is Tier.CONSEQUENCE for hit in hits
+    ):
+        errors = [error for error in unframed(log) if not events.made_good(error.line.index, 1)]
     return sorted(
         _unknown(errors, hits), key=lambda error: first is not None and error.line.rank != first
     )

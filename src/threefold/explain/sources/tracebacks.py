@@ -25,6 +25,7 @@ _FRAME = re.compile(
 _INSTALLED = re.compile(
     r"site-packages|dist-packages|<frozen|/lib/python3|runpy\.py|<string>|/bin/"
 )
+_LOGGED = re.compile(r".{0,160}\b(?:CRITICAL|FATAL|[Uu]ncaught)\b.*Error: ")
 _LONGEST = 400  # lines of one traceback
 _MOST = 500
 _CONTINUED = 2  # lines that may continue the message of an error
@@ -32,13 +33,10 @@ _NEXT = re.compile(
     r"[EWI]\d{4} |\[|Traceback|During|The above|\d{4}-|\w+:[\w.]+:|(?:ERROR|WARNING|INFO)"
     r"|\S*(?:Error|Exception):|[=*-]{4}|$"
 )
-_REPORTING = (
-    "ChildFailedError",
-    "ProcessRaisedException",
-    "ProcessExitedException",
-    "CalledProcessError",
-    "SystemExit",
-    "ExceptionGroup",
+# They only say that another process of Python's failed; a compiler that did is the program's own error.
+_REPORTS = re.compile(
+    r"[\w.]*(?:ChildFailedError|Process(?:Raised|Exited)Exception|SystemExit|ExceptionGroup"
+    r"|CalledProcessError(?!: (?!.*(?:python|run\b|launch|deepspeed))))"
 )
 
 
@@ -80,7 +78,7 @@ def raised(log: Log) -> list[Raised]:
         rank = line.rank if line.rank in frames else None
         if rank in frames and (error := _ERROR.match(line.text)):
             innermost, own = frames.pop(rank)
-            if error["kind"].endswith(_REPORTING):
+            if _REPORTS.match(line.text, error.start("kind")):
                 continue
             if rank in chained:
                 chained.discard(rank)
@@ -93,15 +91,21 @@ def raised(log: Log) -> list[Raised]:
     return errors
 
 
+def unframed(log: Log) -> list[Raised]:
+    """The errors that a log names without a traceback: it was cut, or lines were picked from it."""
+    ignored = ignored_lines(log)
+    return [
+        Raised(line)
+        for line in named(log)
+        if line.index not in ignored and not _REPORTS.match(line.text)
+    ]
+
+
 def messages(log: Log, errors: Sequence[Raised]) -> dict[int, str]:
     """The whole message of each error: the next lines, if it continues there, and the file that raised it."""
     files = {error.line.index: error.file for error in errors}
-    named = (log.line(places[0]) for places in log.shapes_containing("Error: "))
     texts = {}
-    for first in [
-        *(error.line for error in errors),
-        *filter(is_error, islice(named, 2 * _MOST)),
-    ]:
+    for first in [*(error.line for error in errors), *named(log)]:
         parts, begin = [first.text], first.index + 1
         for line in map(log.line, range(begin, min(begin + _CONTINUED, len(log.raw)))):
             if line.rank != first.rank or _NEXT.match(line.text):
@@ -110,6 +114,14 @@ def messages(log: Log, errors: Sequence[Raised]) -> dict[int, str]:
         file = files.get(first.index)
         texts[first.index] = " ".join(parts)[:2000] + (f" < {file}" if file else "")
     return texts
+
+
+def named(log: Log) -> list[LogLine]:
+    """The lines that name an error first, each once, also where the log lacks its traceback."""
+    lines = (log.line(places[0]) for places in log.shapes_containing("Error: "))
+    return [
+        line for line in islice(lines, 2 * _MOST) if is_error(line) or _LOGGED.match(line.text)
+    ]
 
 
 def ignored_lines(log: Log) -> set[int]:

@@ -49,8 +49,13 @@ def _later(sizes: dict[str, int]) -> list[Any]:
     part.train(mesh.rank == 0)
     said_of_part = _said(lambda: step(second))
     model.train()
+    frozen = model.module.model.layers[mesh.rank].mlp  # drawn on each rank by itself
+    frozen.requires_grad_(False)
+    said_of_frozen = _said(lambda: step(second))
+    frozen.requires_grad_(True)
     before = [loops.whole(values) for values in model.parameters()]
     said = {
+        "frozen": said_of_frozen,
         "mode": said_of_mode,
         "part": said_of_part,
         "modules": {
@@ -101,6 +106,8 @@ def test_a_later_batch_that_is_wrong_is_named_on_every_rank(
                 "ranks are not in the same call: rank 0 is in step 2, "
                 f"rank 1 in eval-mode ({said['modules'][mode]} modules) step 2"
             )
+        frozen = [part.split(": ")[0] for part in said["frozen"].split("step (")[1:]]
+        assert frozen == ["3 parameters frozen"] * 2, said["frozen"]
         if "dp" not in sizes:
             same = "ranks 0 and 1 belong to dp rank 0 and give different rows to step 2"
             assert said["rows"] == f"{same}: row 0 of input_ids"

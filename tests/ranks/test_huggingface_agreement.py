@@ -40,6 +40,12 @@ def _apart(folder: str) -> dict[str, tuple[str, int]]:
             if other and state.global_step == 2:
                 setattr(control, self.what, True)
 
+    class Freezes(TrainerCallback):
+        def on_step_end(
+            self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any
+        ) -> None:
+            model.lm_head.requires_grad_(not other)
+
     class Short(DistributedSampler):
         def __iter__(self) -> Any:
             return iter(list(super().__iter__())[: 6 if other else None])
@@ -69,6 +75,7 @@ def _apart(folder: str) -> dict[str, tuple[str, int]]:
     short.get_train_dataloader = lambda: loader
     names = ("should_training_stop", "should_save", "should_evaluate")
     found = {name: _failed(trainer(callbacks=[Alone(name)])) for name in names}
+    found["frozen"] = _failed(trainer(callbacks=[Freezes()]))
     return {**found, "uneven": _failed(short), "torn": _failed(trainer(Torn(40)))}
 
 
@@ -79,6 +86,9 @@ def test_a_data_rank_that_goes_its_own_way_is_named(tmp_path: Path) -> None:
         assert found["should_training_stop"] == (f"{apart} the end of training", 2)
         assert found["should_save"] == (f"{apart} the save of step 2", 2)
         assert found["should_evaluate"] == (f"{apart} an evaluation", 2)
+        text, step = found["frozen"]
+        froze = "ranks are not in the same call: rank 0 is in training step 2, rank 1 in training step (1"
+        assert text.startswith(f"{froze} parameters frozen: ") and step == 1
         pieces = "is split into 1 micro-batches on rank 1, into 2 on rank 0"
         assert found["uneven"] == (f"the batch of training step 2 {pieces}", 1)
     # Row 9 is of the fifth batch of two rows, of rank 1.

@@ -7,6 +7,7 @@ ranks; `step` multiplies that away, because the loss is already divided by the g
 """
 
 import inspect
+import zlib
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any
@@ -195,6 +196,16 @@ def replicate(model: PreTrainedModel, mesh: Mesh) -> DistributedDataParallel:
     # The parameters whose gradients it waits for.
     wrapped.trained = [each.requires_grad for each in model.parameters()]
     return wrapped
+
+
+def frozen_in(model: nn.Module) -> str:
+    """How many parameters are frozen, and a digest of which, to compare between ranks; empty if none is."""
+    frozen = [not each.requires_grad for each in model.parameters()]
+    return (
+        f" ({sum(frozen)} parameters frozen: {zlib.crc32(bytes(frozen)):x})"
+        if any(frozen)
+        else ""
+    )
 
 
 @contextmanager

@@ -22,7 +22,7 @@ from threefold.config.optimizer import OptimizerConfig
 from threefold.data.rows.concat import IGNORED
 from threefold.errors import ConfigError, RunError, ThreefoldError, check_argument
 from threefold.model import noise
-from threefold.model.data_parallel import last_backward
+from threefold.model.data_parallel import frozen_in, last_backward
 from threefold.model.gradient_sums import hook_problems
 from threefold.model.model import Model, OutputsOf, wait_for_trained
 from threefold.optim.bfloat16_moments import NarrowAdamW
@@ -328,7 +328,6 @@ class TrainStep:
                     fix="run.load(step, loader) with the step that is called",
                 )
             self._refuse_changed()
-            wait_for_trained(self.model)
             batches = read()
             if not together or own_loss:
                 return batches, 0
@@ -341,7 +340,9 @@ class TrainStep:
         # A rank may also leave a part of the model in eval mode.
         still = sum(not each.training for each in self.model.module.modules())
         call = f"eval-mode ({still} modules) step" if still else "step"
+        call += frozen_in(self.model.module)
         batches, count = self._mesh.agree(call, number, begin)
+        wait_for_trained(self.model)  # by a collective: only when all ranks train the same
         return batches, None if own_loss else torch.full((), count, device=self._mesh.device)
 
     def _refuse_changed(self) -> None:

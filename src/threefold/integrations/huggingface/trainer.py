@@ -43,6 +43,7 @@ from threefold.integrations.huggingface.loss import (
     weighing,
 )
 from threefold.integrations.huggingface.training_loader import Axis, TrainLoader
+from threefold.model.data_parallel import frozen_in
 
 log = logging.get_logger(__name__)
 # For a sharded model; transformers' own scheduler.pt is a pickle.
@@ -151,7 +152,9 @@ class Trainer(transformers.Trainer):
         # Where rank 0 reads a stream for all, the others wait for its batch, not for its error.
         dispatched = read() if isinstance(self._train_loader, DataLoaderDispatcher) else None
         self._ranks.agree(
-            "training step", self.state.global_step + 1, lambda: dispatched or read()
+            "training step" + frozen_in(self.model),
+            self.state.global_step + 1,
+            lambda: dispatched or read(),
         )
         self._collects = True
         try:

@@ -42,7 +42,10 @@ log = logging.get_logger(__name__)
 PLACE_FILE = "threefold.json"
 STATE_FOLDER = "threefold-state"
 _FORMAT = 1
-_COPIES = "trainer.train(resume_from_checkpoint=True); look for code that changes a tensor on one rank, as in callbacks"
+_COPIES = (
+    "trainer.train(resume_from_checkpoint=True); look for code that changes a tensor on one rank, or unfreezes "
+    "parameters after training began, as in callbacks"
+)
 _OLDER = "resume from an older checkpoint: trainer.train(resume_from_checkpoint='.../checkpoint-...')"
 _SAME = "resume with the model and the optim that the run began with"
 # What keys of the configuration are called in TrainingArguments.

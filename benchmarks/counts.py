@@ -239,7 +239,7 @@ def _step(
     )
     with _as_large(by_fsdp):
         built = build(config, load.read_config(config.model), mesh)
-        step = TrainStep(built, optimizer_of(config, built, mesh), compare_copies=False)
+        step = TrainStep(built, optimizer_of(config, built), compare_copies=False)
         ids = torch.randint(64, (1, TOKENS + 1), generator=torch.Generator().manual_seed(0))
         batch = {"input_ids": ids[:, :-1], "labels": ids[:, 1:]}
         batches = [batch] * micro_batches

@@ -106,7 +106,7 @@ class Miniature:
         )
         self.checkpointer.resume()
         self.done = self.folder.resume.step if self.folder.resume is not None else 0
-        warm_up_buckets(self.model, self.mesh, rows=micro_batch, seq_len=16)
+        warm_up_buckets(self.model, rows=micro_batch, seq_len=16)
         self.checkpointer.start(self.step)
         self.checkpointer.saver = dataclasses.replace(
             self.checkpointer.saver, background=background

@@ -221,9 +221,7 @@ def _trained(
     )
     model = build(config, load.read_config(config.model), mesh)
     asked = config.train
-    loss = token_loss_of(
-        model, mesh, label_smoothing=asked.label_smoothing, z_loss=asked.z_loss
-    )
+    loss = token_loss_of(model, label_smoothing=asked.label_smoothing, z_loss=asked.z_loss)
     decay = config.optimizer.ema
     ema = Ema(model.module, decay, exact=reduce == "exact") if decay is not None else None
     optimizer = build_optimizer(model.module, config.optimizer, mesh, exact=reduce == "exact")

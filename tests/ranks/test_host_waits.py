@@ -85,7 +85,7 @@ def _waits(cases: list[Case]) -> list[list[str]]:
             {"model": asked, "data": {"seq_len": 32}, "mesh": shared}
         )
         built = build(config, load.read_config(config.model), mesh)
-        loss = token_loss_of(built, mesh, label_smoothing=0.1, z_loss=1e-4)
+        loss = token_loss_of(built, label_smoothing=0.1, z_loss=1e-4)
         step = TrainStep(
             built, build_optimizer(built.module, config.optimizer), token_loss=loss
         )

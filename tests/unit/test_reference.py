@@ -135,7 +135,7 @@ def test_log_probabilities_are_those_of_the_logits_in_any_chunks(
     for chunk in (0, 4):
         model = model_of(mesh, kind, chunk)
         with model.computing({"input_ids": ids, "labels": labels}) as local:
-            loss = token_loss_of(model, mesh)
+            loss = token_loss_of(model)
             found = model.outputs(local, "log_probabilities", token_loss=loss).values
             (found * torch.arange(9)).sum().backward()
         gradients.append(

@@ -241,7 +241,7 @@ def _unmoved(
     model: Model, mesh: Mesh, subject: Subject, vocabulary: int
 ) -> Iterator[Difference]:
     """Causality, documents, composition: the loss of some targets while other tokens change."""
-    loss = partial(_mean_loss, model, mesh, token_loss_of(model, mesh))
+    loss = partial(_mean_loss, model, mesh, token_loss_of(model))
     quarter = subject.config.data.seq_len // 4
     whole = Mode(documents=False, padding=False)
     plain = probe_rows.probe_rows(
@@ -296,7 +296,7 @@ def _changed(batch: Batch, first: int, end: int, vocabulary: int) -> Batch:
 @torch.no_grad()
 def _mean_loss(model: Model, mesh: Mesh, token_loss: TokenLoss, batch: Batch) -> float:
     """Mean cross entropy over the targets of all ranks, which have equally many."""
-    with forward_sums(model, batch, mesh, token_loss) as sums:
+    with forward_sums(model, batch, token_loss) as sums:
         total = sums.cross_entropy.double()
     reshard(model.forward)
     mesh.all_reduce("loss", total)

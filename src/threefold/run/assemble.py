@@ -138,7 +138,7 @@ def build_run(
         rate_why = "that of the optimizer as it was made"
         config = config.with_rate(rate)
     else:
-        optimizer = optimizer_of(config, model, mesh)
+        optimizer = optimizer_of(config, model)
     ema = average_of(config, model)
     torch.manual_seed(
         seed_of("a run", config.train.seed, *noise.places(mesh, model.tensor.sequence_group))
@@ -194,12 +194,17 @@ def overlaps_of(
     ]
 
 
-def optimizer_of(config: Config, model: Model, mesh: Mesh) -> torch.optim.Optimizer:
+def optimizer_of(config: Config, model: Model) -> torch.optim.Optimizer:
     """The optimizer that a run asks for."""
     dtype = getattr(torch, config.model.dtype)
     exact = config.train.reduce == "exact"
     return build_optimizer(
-        model.module, config.optimizer, mesh, dtype=dtype, exact=exact, working=model.working
+        model.module,
+        config.optimizer,
+        model.mesh,
+        dtype=dtype,
+        exact=exact,
+        working=model.working,
     )
 
 

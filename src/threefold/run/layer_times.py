@@ -142,7 +142,7 @@ def _estimate(config: Config, device: Accelerator) -> float:
 def _step_of(config: Config, mesh: Mesh) -> Callable[[], None]:
     """A function that takes one step of a run, to its end."""
     model = build(config, load.read_config(config.model), mesh)
-    step = TrainStep(model, optimizer_of(config, model, mesh), compare_copies=False)
+    step = TrainStep(model, optimizer_of(config, model), compare_copies=False)
     ids = torch.randint(
         _VOCABULARY // 2,
         (config.train.global_batch, config.data.seq_len + 1),

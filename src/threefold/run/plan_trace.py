@@ -148,7 +148,7 @@ def _traced(config: Config, architecture: PretrainedConfig, mesh: Mesh) -> Trace
         model.module.train()
         optimizer = build_optimizer(model.module, config.optimizer, working=model.working)
         smoothing, z_loss = config.train.label_smoothing, config.train.z_loss
-        token_loss = token_loss_of(model, mesh, label_smoothing=smoothing, z_loss=z_loss)
+        token_loss = token_loss_of(model, label_smoothing=smoothing, z_loss=z_loss)
         ema = average_of(config, model)
         step = _TracedStep(
             model,

@@ -273,9 +273,7 @@ def _followed(
     # The gradients of a custom loss are averaged outside those buckets.
     if built.pairs is None and built.user_objects.loss is None:
         watch.progress.enter("the warm-up")
-        warm_up_buckets(
-            built.model, built.mesh, rows=built.micro_batch, seq_len=built.config.data.seq_len
-        )
+        warm_up_buckets(built.model, rows=built.micro_batch, seq_len=built.config.data.seq_len)
     loop = _loop_of(built, guards, extras)
     checkpointer.start(loop.step)
     checkpointer.on_saved = hooks.saved
@@ -325,11 +323,7 @@ def _loss_of(run: Built) -> dict[str, Any]:
     if run.user_objects.loss is not None:
         return {"loss": run.user_objects.loss, "loss_on": run.user_objects.loss_on}
     smoothing, z_loss = run.config.train.label_smoothing, run.config.train.z_loss
-    return {
-        "token_loss": token_loss_of(
-            run.model, run.mesh, label_smoothing=smoothing, z_loss=z_loss
-        )
-    }
+    return {"token_loss": token_loss_of(run.model, label_smoothing=smoothing, z_loss=z_loss)}
 
 
 def _evaluation_of(run: Built) -> EvalStep | None:

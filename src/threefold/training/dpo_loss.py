@@ -116,7 +116,7 @@ class WithoutAdapters:
 
     def __init__(self, model: Model, *, num_documents: int) -> None:
         self._model, self._num_documents = model, num_documents
-        self._token_loss = token_loss_of(model, model.mesh)
+        self._token_loss = token_loss_of(model)
 
     @torch.no_grad()
     def __call__(self, batch: Batch) -> Tensor:

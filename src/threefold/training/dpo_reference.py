@@ -170,7 +170,7 @@ def _computed(
     most = most_documents([rows])
     # sums and how often each was computed: (2, documents)
     totals = torch.zeros(2, int(ends[-1]), dtype=torch.float64)
-    token_loss = token_loss_of(model, mesh)
+    token_loss = token_loss_of(model)
     dealt: Any = {
         "rows_per_rank": micro_batch,
         "dp_rank": mesh.dp_rank,

@@ -117,7 +117,7 @@ class EvalStep:
                 model, batch, self._loss, of=self._loss_on, failures=failures
             ) as own:
                 return own.totals
-        with forward_sums(model, batch, mesh, token_loss_of(model, mesh)) as sums:
+        with forward_sums(model, batch, token_loss_of(model)) as sums:
             targets = (batch["labels"] != IGNORED).sum().to(
                 mesh.device, torch.float64
             ) / mesh.size("cp")

@@ -58,7 +58,7 @@ class OwnSums(NamedTuple):
 
 @contextmanager
 def forward_sums(
-    model: Model, batch: Batch, mesh: Mesh, token_loss: TokenLoss, *, routers: bool = False
+    model: Model, batch: Batch, token_loss: TokenLoss, *, routers: bool = False
 ) -> Iterator[Sums]:
     """Sums over this rank's target tokens of a batch [batch, sequence]; backward belongs inside the `with`."""
     with model.computing({name: batch[name] for name in _PER_TOKEN if name in batch}) as local:
@@ -104,7 +104,7 @@ def forward_own(
         yield sums(model.own_outputs(moved), loss, moved)
         return
     with model.computing(batch) as local:
-        token_loss = token_loss_of(model, model.mesh) if of == "log_probabilities" else None
+        token_loss = token_loss_of(model) if of == "log_probabilities" else None
         outputs = model.outputs(local, of, token_loss=token_loss, routers=routers)
         yield sums(outputs.values, loss, local, router_logits=outputs.router_logits)
 
@@ -276,17 +276,17 @@ def _described(value: Any) -> str:
 
 
 def token_loss_of(
-    model: Model, mesh: Mesh, *, label_smoothing: float = 0.0, z_loss: float = 0.0
+    model: Model, *, label_smoothing: float = 0.0, z_loss: float = 0.0
 ) -> TokenLoss:
     """The loss of tokens whose logits this model gives on this rank."""
     asked = "auto" if model.asked is None else model.asked.train.fused_loss
     return TokenLoss(
-        group=mesh.group("tp"),
+        group=model.mesh.group("tp"),
         vocabulary_start=model.tensor.vocabulary_start,
         vocabulary=model.module.config.get_text_config().vocab_size,
         label_smoothing=label_smoothing,
         z_loss=z_loss,
-        fused=choices.fused_loss(asked, choices.Device.here(mesh.device.type)).value,
+        fused=choices.fused_loss(asked, choices.Device.here(model.device.type)).value,
     )
 
 
@@ -303,7 +303,7 @@ def counted_tokens(batch: Batch, mesh: Mesh) -> Tensor:
     )
 
 
-def warm_up_buckets(model: Model, mesh: Mesh, *, rows: int, seq_len: int) -> None:
+def warm_up_buckets(model: Model, *, rows: int, seq_len: int) -> None:
     """One backward over [rows, seq_len] tokens, as a micro-batch has, without any trace. Every rank calls it.
 
     torch's DistributedDataParallel lays out its buckets again after the first backward, in the order in which the
@@ -319,8 +319,8 @@ def warm_up_buckets(model: Model, mesh: Mesh, *, rows: int, seq_len: int) -> Non
         "position_ids": torch.arange(seq_len).expand(rows, -1),
     }
     with (
-        noise.without_trace(model.module, mesh.device),
-        forward_sums(model, batch, mesh, token_loss_of(model, mesh)) as sums,
+        noise.without_trace(model.module, model.device),
+        forward_sums(model, batch, token_loss_of(model)) as sums,
     ):
         sums.objective.backward()
     model.module.zero_grad(set_to_none=True)

@@ -137,9 +137,7 @@ class TrainStep:
         self._grad_clip = float(grad_clip)
         self._micro_batch = micro_batch
         self._loss, self._loss_on = loss, loss_on
-        self._token_loss = token_loss or (
-            token_loss_of(model, self._mesh) if loss is None else None
-        )
+        self._token_loss = token_loss or (token_loss_of(model) if loss is None else None)
         self._router = RouterLoss.of(model.module) if model.context is not None else None
         self._mesh.routers.extend([self._router] if self._router is not None else [])
         self._batches = Batches(
@@ -252,7 +250,7 @@ class TrainStep:
             self.model.before_first_step(self.model, batches[0])
         if self._batches.taken == 1 and self._loss is None:
             rows, sequence = batches[0]["input_ids"].shape
-            warm_up_buckets(self.model, self._mesh, rows=rows, seq_len=sequence)
+            warm_up_buckets(self.model, rows=rows, seq_len=sequence)
         due = self._compares and (
             not self._steps
             or (self._compare_every and not (self._steps + 1) % self._compare_every)
@@ -408,9 +406,7 @@ class TrainStep:
                 last_backward(
                     self.model.forward, number == len(batches), unsharded=self._unsharded
                 ),
-                forward_sums(
-                    self.model, batch, self._mesh, self._token_loss, routers=routers
-                ) as sums,
+                forward_sums(self.model, batch, self._token_loss, routers=routers) as sums,
             ):
                 # With no target tokens it is NaN, and nothing is updated.
                 objective = sums.objective * (ranks / target_tokens)
@@ -547,7 +543,7 @@ class TrainStep:
                 if loss is None:
                     assert self._token_loss is not None
                     forward: Any = forward_sums(
-                        self.model, batch, self._mesh, self._token_loss, routers=True
+                        self.model, batch, self._token_loss, routers=True
                     )
                 else:
                     forward = forward_own(

@@ -85,11 +85,9 @@ def steps_on(mesh: Mesh, config: Config, options: VerifyOptions) -> list[Step]:
     )
     model = build(config, architecture, mesh)
     train = config.train
-    optimizer = assemble.optimizer_of(config, model, mesh)
+    optimizer = assemble.optimizer_of(config, model)
     ema = assemble.average_of(config, model)
-    loss = token_loss_of(
-        model, mesh, label_smoothing=train.label_smoothing, z_loss=train.z_loss
-    )
+    loss = token_loss_of(model, label_smoothing=train.label_smoothing, z_loss=train.z_loss)
     step = TrainStep(
         model,
         optimizer,

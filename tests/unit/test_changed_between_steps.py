@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -580,23 +581,59 @@ def test_run_is_used_inside_of_its_with_alone(
     )
 
 
-def test_optimizer_that_a_run_does_not_keep_is_refused_inside_of_it(
-    mesh: Any, tmp_path: Path
+@pytest.mark.parametrize("same_model", [True, False])
+def test_step_that_a_run_does_not_save_is_refused_inside_of_it(
+    same_model: bool, mesh: Any, tmp_path: Path
 ) -> None:
     model, loader = model_of(mesh), loader_of(mesh)
-    kept, other = threefold.TrainStep(model), threefold.TrainStep(model)
+    kept = threefold.TrainStep(model)
+    other = threefold.TrainStep(model if same_model else model_of(mesh))
     with threefold.Run(tmp_path / "run", mesh=mesh) as run:
         run.load(kept, loader)
+        with pytest.raises(ConfigError) as again:
+            run.load(other, loader)
         rows = next(run.steps(loader, until=1))
         with pytest.raises(ConfigError) as error:
             other(rows)
         kept(rows)
     assert str(error.value) == (
-        "the run saves another optimizer for this model than the step's\n"
+        "the run saves another model or optimizer than the step's\n"
         "  expected: the step that was passed to run.load: no checkpoint would have the state of this one\n"
-        "  fix: run.load(step, loader) with the step that is called"
+        "  fix: run.load(step, loader) with the step that is called; make two models that both learn parts of one "
+        "module, or save each with threefold.save, in a loop without a Run"
+    )
+    assert str(again.value) == (
+        "run.load(...) is called twice\n"
+        "  expected: once: a run saves one step and one loader, and the first would no longer be saved\n"
+        "  fix: run.load(step, loader) with all that the run saves"
     )
     other(rows)
+
+
+def test_two_models_learn_by_turns_as_parts_of_one_module_of_a_run(
+    mesh: Any, tmp_path: Path
+) -> None:
+    """As the step's error says; what is frozen in a step keeps its moments over a stop."""
+
+    def trained(until: int, folder: str) -> torch.Tensor:
+        torch.manual_seed(0)
+        pair = nn.ModuleDict({"first": nn.Linear(4, 3), "second": nn.Linear(3, 3)})
+        pair.forward = lambda x: pair["second"](pair["first"](x))  # type: ignore[method-assign]
+        model = threefold.load_model(pair, mesh=mesh)
+        step = threefold.TrainStep(
+            model, torch.optim.AdamW(model.parameters(), lr=0.1), loss=loss
+        )
+        with threefold.Run(tmp_path / folder, mesh=mesh) as run:
+            run.load(step)
+            for _ in run.steps(itertools.repeat(None), until=until):
+                for part in pair.values():
+                    pair.requires_grad_(False)
+                    part.requires_grad_(True)
+                    step(rows())
+        return torch.cat([values.detach().flatten() for values in pair.parameters()])
+
+    trained(2, "run")
+    assert torch.equal(trained(5, "run"), trained(5, "whole"))
 
 
 @pytest.mark.parametrize(

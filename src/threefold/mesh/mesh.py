@@ -79,6 +79,7 @@ class Mesh:
         timeout_s: longest wait in a collective.
         losses: the batches of the custom losses being computed now, for models that a loss calls.
         routers: the routers' losses of its steps, which count every token that is not `padding`.
+        kept: in runs of a program, the optimizer of each model whose state is in their checkpoints.
         exchange: passes plain values between ranks; set from the start, as a watch reads it from its thread.
     """
 
@@ -95,6 +96,7 @@ class Mesh:
     host: str = ""
     losses: list[Any] = field(default_factory=list, repr=False, compare=False)
     routers: list[Any] = field(default_factory=list, repr=False, compare=False)
+    kept: dict[Any, Any] = field(default_factory=dict, repr=False, compare=False)
     exchange: Exchange = field(init=False, repr=False, compare=False)
     _before_close: list[Callable[[], object]] = field(
         default_factory=list, repr=False, compare=False

@@ -93,7 +93,6 @@ class Model:
         saved: for each folder of a custom loop, the last step saved there or loaded from there.
         locks: for each such folder, the lock that keeps other processes from saving there; on rank 0.
         trained: what its checkpoints hold besides adapters, by names: what was ever trained; of a custom module all.
-        kept: in a run of a program, the `optimizer` whose state is in its checkpoints.
         sums: how its gradients and losses are added (`train.reduce`); None: in floating point.
         working: the copy of its weights with which it computes; None: it computes with its parameters.
         before_first_step: called with this and a custom loop's first micro-batch, to probe a forward of its size.
@@ -113,7 +112,6 @@ class Model:
     saved: dict[Path, int] = field(default_factory=dict)
     locks: dict[Path, Any] = field(default_factory=dict)
     trained: set[str] = field(default_factory=set)
-    kept: dict[str, Any] = field(default_factory=dict)
     sums: GradientSums = None  # type: ignore[assignment]  # set below
     working: WorkingCopy | None = None
     before_first_step: Callable[[Model, Mapping[str, Tensor]], None] | None = None

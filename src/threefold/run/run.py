@@ -350,8 +350,14 @@ class Run:
         for name, each in {"loader": loader, **stateful}.items():
             saving.check_stateful(name, each)
         self._require_open("run.load(...)")
-        step.model.kept["optimizer"] = step.optimizer
-        self._stack.callback(step.model.kept.clear)
+        if self._held is not None:
+            raise ConfigError(
+                "run.load(...) is called twice",
+                expected="once: a run saves one step and one loader, and the first would no longer be saved",
+                fix="run.load(step, loader) with all that the run saves",
+            )
+        self.mesh.kept[step.model] = step.optimizer
+        self._stack.callback(self.mesh.kept.pop, step.model, None)
         self._held = saving.Held(step.model, step, loader)
         self._stateful = stateful
         step.progress, step.after = self.watch.progress, partial(self._computed, step)
@@ -590,7 +596,7 @@ class Run:
             self.say(f"not audited: {why}; {fix}")
         assert self._held is not None
         # torch marks the step of an optimizer whose rate a scheduler sets.
-        scheduled = hasattr(self._held.model.kept["optimizer"].step, "_wrapped_by_lr_sched")
+        scheduled = hasattr(self.mesh.kept[self._held.model].step, "_wrapped_by_lr_sched")
         if scheduled and not (self._stateful or self.extra):
             self.say(
                 "not saved: the optimizer's scheduler, which would start over after a stop; "

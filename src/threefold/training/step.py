@@ -319,11 +319,13 @@ class TrainStep:
                     expected="none: the forward uses the model's own dtypes, and only the gradients would lose bits",
                     fix="threefold.load_model(..., dtype='bfloat16'), and step(batch) outside of torch.autocast()",
                 )
-            if self.model.kept.get("optimizer", self.optimizer) is not self.optimizer:
+            kept = self._mesh.kept if self._compares else {}
+            if kept and kept.get(self.model) is not self.optimizer:
                 raise ConfigError(
-                    "the run saves another optimizer for this model than the step's",
+                    "the run saves another model or optimizer than the step's",
                     expected="the step that was passed to run.load: no checkpoint would have the state of this one",
-                    fix="run.load(step, loader) with the step that is called",
+                    fix="run.load(step, loader) with the step that is called; make two models that both learn parts "
+                    "of one module, or save each with threefold.save, in a loop without a Run",
                 )
             self._refuse_changed()
             batches = read()

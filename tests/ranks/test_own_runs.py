@@ -744,8 +744,17 @@ def _guarded(folder: str) -> dict[str, Any]:
     def full(*args: Any, **settings: Any) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
+    def with_a_second_loader(run: Any) -> None:
+        run.load(step, first)
+        for batches in (first, second):
+            for batch in run.steps(batches, until=run.step + 2):
+                step(batch)
+
     rows = list(own_runs.parts({})[2])[:1]
+    plain = DataLoader(own_runs.Windows(), batch_size=8)  # type: ignore[arg-type]
+    first, second = (threefold.distribute(plain, order="torch") for _ in range(2))
     found = {
+        "second": said("second", with_a_second_loader),
         "begun": said("run", lambda run: trained(run, 2)),
         "extra": said("run", lambda run: trained(run, 3)),
         "state": said("run", lambda run: trained(run, 4, schedule=scheduler)),
@@ -768,6 +777,9 @@ def _guarded(folder: str) -> dict[str, Any]:
 
 def test_every_guard_of_a_run_says_what_it_found(tmp_path: Path) -> None:
     found = run_ranks(_guarded, 1, str(tmp_path))[0]
+    assert found["second"].startswith(
+        "run.steps(...) is given a DistributedLoader that run.load(...) was not"
+    )
     assert found["begun"] == {} and found["extra"] == {"seen": 2}
     assert "step-00000003 has no state of schedule" in found["state"]
     assert "fix: run.load(...) without schedule=" in found["state"]

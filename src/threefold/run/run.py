@@ -556,8 +556,6 @@ class Run:
 
     def _refuse_batches(self, batches: Any) -> None:
         """ConfigError for batches that the run cannot continue with."""
-        if self._began:
-            return
         if self._held is None:
             raise ConfigError(
                 "run.steps(...) before run.load(...)",
@@ -572,6 +570,7 @@ class Run:
             )
         if (
             self.step
+            and not self._began
             and not hasattr(batches, "state_dict")
             and not hasattr(batches, "__next__")
         ):

@@ -180,7 +180,7 @@ def probe(subject: Subject, mesh: Mesh) -> list[Difference]:
             weights.update(_adapted(alone, subject))
         model = build(subject.config, subject.architecture, mesh, weights=weights)
         expected = _expected(alone, rows, mesh)
-        results = list(_unmoved(model, mesh, subject, vocabulary))
+        results = list(_unmoved(model, subject, vocabulary))
         results += _compared(model, mesh, rows, expected)
         if subject.longer:
             results += _compared_longer(model, mesh, rows_of(seq_len=subject.longer), alone)
@@ -237,11 +237,9 @@ def _expected(alone: Any, rows: Batch, mesh: Mesh) -> Expected | None:
     return computed[0] if computed else None
 
 
-def _unmoved(
-    model: Model, mesh: Mesh, subject: Subject, vocabulary: int
-) -> Iterator[Difference]:
+def _unmoved(model: Model, subject: Subject, vocabulary: int) -> Iterator[Difference]:
     """Causality, documents, composition: the loss of some targets while other tokens change."""
-    loss = partial(_mean_loss, model, mesh, token_loss_of(model))
+    loss = partial(_mean_loss, model, token_loss_of(model))
     quarter = subject.config.data.seq_len // 4
     whole = Mode(documents=False, padding=False)
     plain = probe_rows.probe_rows(
@@ -252,7 +250,9 @@ def _unmoved(
     # Two rows, which differ between dp ranks.
     batch = {
         name: values[:2]
-        for name, values in probe_rows.share_of(plain, dp_rank=mesh.dp_rank, dp_size=1).items()
+        for name, values in probe_rows.share_of(
+            plain, dp_rank=model.mesh.dp_rank, dp_size=1
+        ).items()
     }
     batch = _targets_in(batch, quarter, 2 * quarter)
     own = loss(batch)
@@ -294,13 +294,13 @@ def _changed(batch: Batch, first: int, end: int, vocabulary: int) -> Batch:
 
 
 @torch.no_grad()
-def _mean_loss(model: Model, mesh: Mesh, token_loss: TokenLoss, batch: Batch) -> float:
+def _mean_loss(model: Model, token_loss: TokenLoss, batch: Batch) -> float:
     """Mean cross entropy over the targets of all ranks, which have equally many."""
     with forward_sums(model, batch, token_loss) as sums:
         total = sums.cross_entropy.double()
     reshard(model.forward)
-    mesh.all_reduce("loss", total)
-    targets = int((batch["labels"] != IGNORED).sum()) * mesh.dp_size
+    model.mesh.all_reduce("loss", total)
+    targets = int((batch["labels"] != IGNORED).sum()) * model.mesh.dp_size
     return (total / targets).item()
 
 
@@ -316,7 +316,7 @@ def _compared(
         if (group := mesh.group("tp")) is not None:
             replicas.append(_replicas(model, group))
 
-    result = _step(model, mesh, rows, observe)
+    result = _step(model, rows, observe)
     loss = mean_loss(result, mesh)
     aux_loss = mean_aux_loss(result, mesh)
     norm = result.grad_norm.item()
@@ -352,8 +352,9 @@ def _compared_longer(model: Model, mesh: Mesh, rows: Batch, alone: Any) -> list[
     ]
 
 
-def _step(model: Model, mesh: Mesh, rows: Batch, observe: Callable[[], None]) -> StepResult:
+def _step(model: Model, rows: Batch, observe: Callable[[], None]) -> StepResult:
     """A step of two micro-batches of this dp rank's rows, which changes no weight; every rank calls it."""
+    mesh = model.mesh
     own = probe_rows.share_of(rows, dp_rank=mesh.dp_rank, dp_size=mesh.dp_size)
     halves = [
         {name: values[part] for name, values in own.items()}
@@ -377,7 +378,7 @@ def _narrowed(
     model = build(subject.narrow, subject.architecture, mesh, weights=weights)
     gradients: dict[str, Tensor] = {}
     into = gradients if expected is not None else None
-    result = _step(model, mesh, rows, partial(_keep_gradients, model, into))
+    result = _step(model, rows, partial(_keep_gradients, model, into))
     loss = mean_loss(result, mesh)
     norm = result.grad_norm.item()
     if subject.narrow.train.compile:

@@ -45,7 +45,8 @@ class Save:
         step: the last step done.
         state: folder for the tensors' files.
         begin: makes the folder before any rank writes; rank 0 calls it.
-        commit: receives the seals of the files in `state` when all are written; rank 0 calls it.
+        commit: receives the seals of the files, by their paths in the folder around `state`, when all are written; rank
+            0 calls it.
         abandon: removes what was written; rank 0 calls it when no rank is writing any more.
         refusal: why the run is to end instead of saving, whatever is to follow a failed save; rank 0 calls it first.
         done: called by every rank when the checkpoint is complete; returns at once.
@@ -357,7 +358,7 @@ def _attempt(work: Callable[[], object]) -> str | None:
 
 
 def indexed(state: Path, seals: Mapping[str, Seal]) -> dict[str, Seal]:
-    """Writes the index of the files in the folder `state`, given their seals; returns the seals of all.
+    """Writes the index of the files in the folder `state`, given their seals; returns the seals of all by `state/FILE`.
 
     Raises:
         RuntimeError: the boxes in the files do not make up the tensors.
@@ -370,7 +371,8 @@ def indexed(state: Path, seals: Mapping[str, Seal]) -> dict[str, Seal]:
         if (problem := entry.problem()) is not None:
             raise RuntimeError(f"{name}: {problem}")
     index = write_sealed(state / tensor_index.FILE, Index(entries).to_json().encode())
-    return {**seals, tensor_index.FILE: index}
+    files = {**seals, tensor_index.FILE: index}
+    return {f"{state.name}/{name}": seal for name, seal in files.items()}
 
 
 class SaveError(RunError):

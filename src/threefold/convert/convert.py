@@ -239,4 +239,4 @@ def _write(
         "admission": config.model.admission,
         "versions": versions(),
     }
-    checkpoints.commit(step, manifest, {f"state/{name}": seal for name, seal in seals.items()})
+    checkpoints.commit(step, manifest, seals)

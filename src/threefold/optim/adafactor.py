@@ -107,16 +107,7 @@ class Adafactor(torch.optim.Adafactor):
                 if not each.is_replicate()
             )
         world = self._mesh.world_size if self._mesh is not None else 1
-        boxes = [
-            (
-                tuple(
-                    slice(at, at + size)
-                    for at, size in zip(box.offsets, box.sizes, strict=True)
-                ),
-                inside,
-            )
-            for box, inside in boxes_held(parameter)
-        ]
+        boxes = [(box.slices, inside) for box, inside in boxes_held(parameter)]
         assert parameter.grad is not None
         gradient = local_part(parameter.grad)
         return _Part(parameter, group, local_part(parameter), gradient, boxes, world // shards)

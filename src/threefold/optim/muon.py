@@ -159,13 +159,7 @@ class Muon(torch.optim.AdamW):
             ratio = 0.2 * math.sqrt(max(rows, columns))
         local.mul_(1 - lr * group["weight_decay"])
         for box, inside in boxes_held(matrix):
-            part = update[
-                tuple(
-                    slice(at, at + size)
-                    for at, size in zip(box.offsets, box.sizes, strict=True)
-                )
-            ]
-            local[inside].add_(part, alpha=-lr * ratio)
+            local[inside].add_(update[box.slices], alpha=-lr * ratio)
 
 
 def orthogonalised(

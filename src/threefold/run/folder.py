@@ -278,9 +278,7 @@ class RunFolder:
             if record.exists():
                 # After a power cut, every checkpoint's steps have a record.
                 sync(record)
-        self.checkpoints.commit(
-            step, manifest, {f"state/{name}": seal for name, seal in seals.items()}
-        )
+        self.checkpoints.commit(step, manifest, seals)
         if best is not None:
             self.checkpoints.mark_best(step, best)
         self.prune(keep)

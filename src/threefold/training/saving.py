@@ -130,9 +130,7 @@ def save(
 
     def job(manifest: Values) -> Save:
         def commit(seals: Mapping[str, Seal]) -> None:
-            checkpoints.commit(
-                step, manifest, {f"state/{name}": seal for name, seal in seals.items()}
-            )
+            checkpoints.commit(step, manifest, seals)
             if keep is not None:
                 checkpoints.prune(keep)
 

@@ -17,8 +17,8 @@ from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 
 from threefold.checkpoint.copies import refuse_drift, state_held
-from threefold.config.observation import AuditConfig
 from threefold.config.optimizer import OptimizerConfig
+from threefold.config.schema import Config
 from threefold.data.rows.concat import IGNORED
 from threefold.errors import ConfigError, RunError, ThreefoldError, check_argument
 from threefold.model import noise
@@ -139,7 +139,8 @@ class TrainStep:
         self._loss, self._loss_on = loss, loss_on
         self._token_loss = token_loss or (token_loss_of(model) if loss is None else None)
         self._router = RouterLoss.of(model.module) if model.context is not None else None
-        self._mesh.routers.extend([self._router] if self._router is not None else [])
+        if self._router is not None:
+            self._mesh.routers.append(self._router)
         self._batches = Batches(
             model, own_loss=loss is not None, labels=loss_on == "log_probabilities"
         )
@@ -174,7 +175,7 @@ class TrainStep:
             )
         self._steps, self._compare_every = (
             0,
-            model.asked.audit.every if model.asked is not None else AuditConfig().every,
+            (model.asked or Config()).audit.every,
         )
 
     @property

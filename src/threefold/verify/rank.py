@@ -142,7 +142,7 @@ def verify_on(mesh: Mesh, config: Config, options: VerifyOptions) -> Verificatio
         losses, norms = mesh.share("alone", alone)
     model = build(config, architecture, mesh)
     observe = _gradient_comparison(
-        model, trainings[0].gradients if trainings else {}, verification, mesh
+        model, trainings[0].gradients if trainings else {}, verification
     )
     optimizer = build_optimizer(model.module, config.optimizer, mesh, working=model.working)
     pairs = pairs_of(
@@ -173,7 +173,7 @@ def verify_on(mesh: Mesh, config: Config, options: VerifyOptions) -> Verificatio
         result = step.run(micro_batches(batch, micro_batch), lr=lr)
         verification.losses.append((mean_loss(result, mesh), losses[number - 1]))
         verification.norms.append((result.grad_norm.item(), norms[number - 1]))
-        verification.not_finite += _not_finite(number, result, model, mesh)
+        verification.not_finite += _not_finite(number, result, model)
         if number == 1:
             expected = trainings[0].outputs if trainings else []
             verification.departed_layer = _first_departure(outputs, expected, model, mesh)
@@ -227,7 +227,7 @@ def _watch(model: Any) -> list[list[Tensor]]:
 
 
 def _gradient_comparison(
-    model: Model, expected: dict[str, Tensor], verification: Verification, mesh: Mesh
+    model: Model, expected: dict[str, Tensor], verification: Verification
 ) -> Callable[[], None]:
     """Compares each complete gradient with the single process' on rank 0, at the first call; every rank calls it."""
     comparison = TensorComparison(GRADIENT, expected)
@@ -236,14 +236,14 @@ def _gradient_comparison(
         if verification.gradients:
             return
         for name, gradient in complete_gradients(model):
-            if mesh.rank == 0:
+            if model.mesh.rank == 0:
                 comparison.add(name, gradient)
         verification.gradients = comparison.differences()
 
     return observe
 
 
-def _not_finite(number: int, result: StepResult, model: Model, mesh: Mesh) -> list[Difference]:
+def _not_finite(number: int, result: StepResult, model: Model) -> list[Difference]:
     """Non-finite values after a step: losses of micro-batches and weights, by rank; every rank calls it."""
     losses = [
         place for place, loss in enumerate(result.micro_losses) if not loss.isfinite().all()
@@ -255,7 +255,7 @@ def _not_finite(number: int, result: StepResult, model: Model, mesh: Mesh) -> li
         "losses": losses,
         "weight": next((name for name, part in local if not part.isfinite().all()), None),
     }
-    ranks: list[dict[str, Any]] = mesh.decide(f"finite/{number}", own, list)
+    ranks: list[dict[str, Any]] = model.mesh.decide(f"finite/{number}", own, list)
     texts = []
     for rank, part in enumerate(ranks):
         if part["losses"]:

@@ -61,7 +61,7 @@ class AuditCallback(TrainerCallback):
         if isinstance(self._audit, RowCounter):
             self._audit.epoch_begins(state.epoch or 0)
 
-    def on_substep_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+    def on_substep_end(self, *args: Any, **kwargs: Any) -> None:
         if self._audit is not None:
             self._audit.micro_batch()
 
@@ -89,7 +89,7 @@ class AuditCallback(TrainerCallback):
             self._audit.check()
             self._audit.save(Path(args.output_dir) / f"checkpoint-{state.global_step}")
 
-    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+    def on_train_end(self, *args: Any, **kwargs: Any) -> None:
         self.check()
         if isinstance(self._audit, OrderAudit):
             self._audit.close()

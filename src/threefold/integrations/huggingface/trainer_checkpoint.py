@@ -153,9 +153,7 @@ def save_shards(
         (partial / "state").mkdir(parents=True)
 
     def commit(seals: Mapping[str, Any]) -> None:
-        seal_folder(
-            partial, final, step, {}, {f"state/{name}": seal for name, seal in seals.items()}
-        )
+        seal_folder(partial, final, step, {}, seals)
 
     job = Save(
         step,

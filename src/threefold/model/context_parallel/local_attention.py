@@ -87,18 +87,15 @@ class BatchMasks:
         self,
         batch_size: int,
         *,
-        mask_function: Callable[..., Any],
         device: torch.device | str = "cpu",
         **kwargs: Any,
     ) -> Mask:
         """The mask of one kind of layer, boolean unless `additive`; None if one process needs none."""
         if not self.additive:
-            return self._boolean(
-                batch_size, mask_function=mask_function, device=device, **kwargs
-            )
+            return self._boolean(batch_size, device=device, **kwargs)
         skips = ("allow_is_causal_skip", "allow_is_bidirectional_skip")
         kwargs |= dict.fromkeys(skips, False)
-        shown = self._boolean(batch_size, mask_function=mask_function, device=device, **kwargs)
+        shown = self._boolean(batch_size, device=device, **kwargs)
         assert isinstance(shown, Tensor)
         dtype = kwargs.get("dtype", torch.float32)
         return torch.zeros(shown.shape, dtype=dtype, device=device).masked_fill_(

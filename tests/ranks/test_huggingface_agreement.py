@@ -40,6 +40,10 @@ def _apart(folder: str) -> dict[str, tuple[str, int]]:
             if other and state.global_step == 2:
                 setattr(control, self.what, True)
 
+    class Evaluates(TrainerCallback):
+        def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            control.should_evaluate = True
+
     class Freezes(TrainerCallback):
         def on_step_end(
             self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any
@@ -76,6 +80,10 @@ def _apart(folder: str) -> dict[str, tuple[str, int]]:
     names = ("should_training_stop", "should_save", "should_evaluate")
     found = {name: _failed(trainer(callbacks=[Alone(name)])) for name in names}
     found["frozen"] = _failed(trainer(callbacks=[Freezes()]))
+    found["rows"] = _failed(trainer([Sentences(41)[row + other] for row in range(40)]))
+    evaluating = trainer(callbacks=[Evaluates()])
+    evaluating.eval_dataset = Sentences(4 + other)
+    found["held out"] = _failed(evaluating)
     return {**found, "uneven": _failed(short), "torn": _failed(trainer(Torn(40)))}
 
 
@@ -86,6 +94,8 @@ def test_a_data_rank_that_goes_its_own_way_is_named(tmp_path: Path) -> None:
         assert found["should_training_stop"] == (f"{apart} the end of training", 2)
         assert found["should_save"] == (f"{apart} the save of step 2", 2)
         assert found["should_evaluate"] == (f"{apart} an evaluation", 2)
+        rows = "the dataset does not have the same rows on ranks 0 and 1"
+        assert found["rows"] == (rows, 0) and found["held out"] == (rows, 1)
         text, step = found["frozen"]
         froze = "ranks are not in the same call: rank 0 is in training step 2, rank 1 in training step (1"
         assert text.startswith(f"{froze} parameters frozen: ") and step == 1

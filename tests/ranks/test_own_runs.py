@@ -642,7 +642,7 @@ def test_scheduler_of_torch_goes_on_where_there_are_other_groups(
 def _on_rank_0_alone(folder: str) -> list[str]:
     """What is printed by a run that logs on rank 0 alone, twice a step, and what is raised if it saves so too.
 
-    Then what is raised if each rank has a dataset of its own, of another length.
+    Then what is raised if each rank has a dataset of its own, of another length or of the same.
     """
     import threefold
     from threefold.training import lag
@@ -671,9 +671,14 @@ def _on_rank_0_alone(folder: str) -> list[str]:
         run.load(step, own := threefold.distribute(DataLoader(rows, batch_size=2)))
         next(run.steps(own, until=3))
 
-    for number, trains in enumerate((saving, of_its_own)):
+    def of_its_own_rows(run: Any) -> None:
+        rows = [own_runs.Windows()[row + mesh.rank] for row in range(20)]
+        run.load(step, own := threefold.distribute(DataLoader(rows, batch_size=2), tail="drop"))
+        next(run.steps(own, until=3))
+
+    for number, trains in enumerate((saving, of_its_own, of_its_own_rows)):
         with (
-            pytest.raises(threefold.errors.RunError) as error,
+            pytest.raises((threefold.errors.RunError, threefold.errors.DataError)) as error,
             threefold.Run(f"{folder}/{number}", mesh=mesh) as run,
         ):
             trains(run)
@@ -691,6 +696,7 @@ def test_calls_on_rank_0_alone_are_logged_or_named(tmp_path: Path) -> None:
     assert said == other and said[0] == f"{apart}ave() after step 2, rank 1 in step 6"
     assert said[1].startswith(f"{apart}teps() over Order(num_rows=20, global_batch=4, ")
     assert said[1].endswith(", rank 1 in run.steps() over 21 rows are padded for 2 dp ranks")
+    assert said[2] == "the dataset does not have the same rows on ranks 0 and 1"
     lines = map(json.loads, (tmp_path / "logs/metrics.jsonl").read_text().splitlines())
     assert [(line["step"], "slowest_rank" in line) for line in lines] == [
         *((1, True), (1, False), (2, False)),

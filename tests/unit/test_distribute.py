@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 import math
+import random
 from collections import Counter
 from itertools import chain, islice
 from types import SimpleNamespace
 from typing import Any
 
+import datasets
 import pytest
 import torch
 from hypothesis import given, settings
@@ -20,6 +22,8 @@ from torch.utils.data import (
     IterableDataset,
     RandomSampler,
     SequentialSampler,
+    Subset,
+    TensorDataset,
     WeightedRandomSampler,
 )
 from torch.utils.data import DistributedSampler as TorchSampler
@@ -30,6 +34,7 @@ from threefold.data.order.partition import Tail
 from threefold.data.sampling.distribute import (
     DistributedLoader,
     distribute,
+    refuse_other_dataset,
     require_distributed,
 )
 from threefold.data.sampling.sampler import DistributedSampler
@@ -615,3 +620,75 @@ def test_loader_without_batches_resumes_too(workers: int) -> None:
     read = [int(sample) for sample in islice(iter(first), 3)]
     second.load_state_dict(first.state_dict())
     assert read + [int(sample) for sample in second] == list(range(12))
+
+
+class _Apart:
+    """A mesh of two ranks, of which the other has described its dataset."""
+
+    def __init__(self, other: Any) -> None:
+        self.other: list[Any] = []
+        refuse_other_dataset(other, SimpleNamespace(decide=self._note))  # type: ignore[arg-type]
+
+    def _note(self, name: str, part: Any, conclude: Any) -> list[Any]:
+        self.other = [part]
+        return [part]
+
+    def decide(self, name: str, part: Any, conclude: Any) -> Any:
+        return conclude([*self.other, part])
+
+
+class _Rows(Dataset[Any]):
+    """A program's own dataset, which counts what is read."""
+
+    def __init__(self, first: int) -> None:
+        self.first, self.read = first, 0
+
+    def __len__(self) -> int:
+        return 6
+
+    def __getitem__(self, index: int) -> int:
+        self.read += 1
+        return self.first + index
+
+
+def _changed(rows: dict[str, list[int]]) -> dict[str, list[float]]:
+    return {"x": [random.random() for _ in rows["x"]]}
+
+
+STORED = datasets.Dataset.from_dict({"x": [[1], [2], [3], [4]]})
+
+
+@pytest.mark.parametrize(
+    ("rows", "others"),
+    [
+        ([{"x": 1}, {"x": 2}], [{"x": 1}, {"x": 3}]),
+        ([{"x": torch.ones(2)}], [{"x": torch.zeros(2)}]),
+        (TensorDataset(torch.arange(4)), TensorDataset(torch.arange(1, 5))),
+        (STORED, STORED.select([3, 2, 1, 0])),
+        (Subset(_Rows(0), [0, 1, 2]), Subset(_Rows(0), [0, 1, 3])),
+        (_Rows(0), Subset(_Rows(0), [0, 1, 3])),
+    ],
+    ids=["a list", "tensors", "a TensorDataset", "stored rows", "another split", "lengths"],
+)
+def test_ranks_with_other_rows_are_refused(rows: Any, others: Any) -> None:
+    refuse_other_dataset(rows, _Apart(rows))  # type: ignore[arg-type]
+    with pytest.raises(DataError) as error:
+        refuse_other_dataset(rows, _Apart(others))  # type: ignore[arg-type]
+    assert str(error.value) == (
+        "the dataset does not have the same rows on ranks 0 and 1\n"
+        "  expected: the same rows in the same order on every rank: each dp rank is given its share of them\n"
+        "  fix: give every rank the whole dataset, split at random with the same seed: its loader takes the share"
+    )
+
+
+def test_rows_that_only_a_program_can_read_are_not_read() -> None:
+    """Nor are those that it draws at random: a false refusal would be worse."""
+    own, drawn = _Rows(0), STORED.with_transform(_changed)
+    refuse_other_dataset(own, _Apart(_Rows(1)))  # type: ignore[arg-type]
+    assert own.read == 0
+    before = random.getstate()
+    refuse_other_dataset(drawn, _Apart(drawn))  # type: ignore[arg-type]
+    assert random.getstate() == before and drawn[0] != drawn[0]
+    unwritable = [[object()], [object()]]
+    refuse_other_dataset(unwritable, _Apart([[object()], [object()]]))  # type: ignore[arg-type]
+    refuse_other_dataset([], _Apart([]))  # type: ignore[arg-type]

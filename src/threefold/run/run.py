@@ -584,8 +584,12 @@ class Run:
 
     def _begin(self, batches: Any) -> None:
         """Begins the run of a program, with the audit of its first loader."""
+        from threefold.data.sampling.distribute import DistributedLoader, refuse_other_dataset
+
         order, why, fix = _order_of(batches)
         self.mesh.agree(f"run.steps() over {order or why}")
+        if isinstance(batches, DistributedLoader):
+            refuse_other_dataset(batches.sampler.dataset, self.mesh)
         self._began = True
         what = {"program": sys.argv[0], "audit": why or "on", "audit_fix": fix}
         self.begin(

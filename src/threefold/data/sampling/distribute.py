@@ -13,17 +13,20 @@ a dict batch its labels become -100; for other batches the caller passes a funct
 from __future__ import annotations
 
 import copy
+import zlib
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_leaves
 from torch.utils.data import (
     BatchSampler,
     DataLoader,
     IterableDataset,
     RandomSampler,
     SequentialSampler,
+    TensorDataset,
     WeightedRandomSampler,
 )
 
@@ -36,8 +39,8 @@ from threefold.data.sampling.sampler import (
     data_axis,
     opening,
 )
-from threefold.errors import ConfigError
-from threefold.mesh.mesh import active_mesh
+from threefold.errors import ConfigError, DataError
+from threefold.mesh.mesh import Mesh, active_mesh
 
 IgnoreLastRow = Callable[[Any], Any]
 
@@ -188,6 +191,51 @@ def ignore_last_labels(batch: Any) -> Any:
         marked["padding"] = batch.get("padding", torch.zeros_like(labels).bool()).clone()
         marked["padding"][-1] = True
     return marked
+
+
+def refuse_other_dataset(dataset: Any, mesh: Mesh) -> None:
+    """DataError if ranks have other rows under the same indices; every rank calls it.
+
+    Of a program's own dataset the length alone is compared: to read a row could draw random numbers, or open files that
+    worker processes must not share.
+    """
+    rows: Any = ()
+    if hasattr(dataset, "with_format"):  # of the `datasets` library: as they are stored
+        rows = dataset.with_format(None)
+    elif type(dataset) in (list, TensorDataset):
+        rows = dataset
+    size = len(dataset)
+    known = [rows[at : at + 1] for at in (0, size // 2, size - 1)]
+    refuse_other_rows(
+        # A Subset, such as a random split, has indices.
+        (size, getattr(dataset, "indices", ()), known),
+        mesh,
+        what="the dataset does not have the same rows",
+        fix="give every rank the whole dataset, split at random with the same seed: its loader takes the share",
+    )
+
+
+def refuse_other_rows(rows: Any, mesh: Mesh, *, what: str, fix: str) -> None:
+    """DataError, which says `what` is wrong, if ranks have other `rows`; every rank calls it."""
+    digests = mesh.decide("rows", _digest_of(rows), list)
+    other = next((rank for rank, digest in enumerate(digests) if digest != digests[0]), None)
+    if other is not None:
+        raise DataError(
+            f"{what} on ranks 0 and {other}",
+            expected="the same rows in the same order on every rank: each dp rank is given its share of them",
+            fix=fix,
+        )
+
+
+def _digest_of(row: Any) -> int:
+    """A digest of the tensors, arrays, numbers and texts in a row; anything else counts by its type alone."""
+    digest = 0
+    for leaf in tree_leaves(row):
+        value = leaf.numpy(force=True) if isinstance(leaf, Tensor) else leaf
+        content = value.tobytes() if hasattr(value, "tobytes") else repr(value).encode()
+        plain = hasattr(value, "dtype") or isinstance(value, (str, bytes, int, float))
+        digest = zlib.crc32(content if plain else type(value).__name__.encode(), digest)
+    return digest
 
 
 def require_distributed(loader: Any, mesh: Any | None = None) -> None:

@@ -29,11 +29,10 @@ import numpy as np
 import torch.utils.data
 from datasets import IterableDataset
 from datasets.distributed import split_dataset_by_node
-from torch import Tensor
-from torch.utils._pytree import tree_leaves
 from torch.utils.data import DataLoader
 
 from threefold.data.order.order import Cursor, Plain
+from threefold.data.sampling.distribute import refuse_other_rows
 from threefold.data.sampling.sampler import checked_epoch, data_axis, opening
 from threefold.errors import ConfigError, DataError
 from threefold.mesh.mesh import Mesh, active_mesh
@@ -136,8 +135,12 @@ class StreamingLoader:
         """DataError on every rank unless the stream is shuffled, and begins, in the same way on all of them."""
         if not self._compared and self._mesh is not None:
             first = next(iter(self._dataset), None) if self._shared else None
-            self._mesh.decide(
-                "stream", _digest_of((first, self._made_from["shuffles"])), _refuse_other
+            refuse_other_rows(
+                (first, self._made_from["shuffles"]),
+                self._mesh,
+                what="the stream does not begin with the same row",
+                fix="leave out what splits it by rank (for a WebDataset: nodesplitter=lambda urls: urls), and shuffle "
+                "it with one seed on every rank",
             )
         self._compared = True
 
@@ -205,28 +208,6 @@ def _shuffles(stream: Any) -> list[Any]:
             if hasattr(part, "shuffle_data_sources"):
                 states += _shuffles(part)
     return states
-
-
-def _digest_of(row: Any) -> int:
-    """A digest of the tensors, arrays, numbers and texts in a row; anything else counts by its type alone."""
-    digest = 0
-    for leaf in tree_leaves(row):
-        value = leaf.numpy(force=True) if isinstance(leaf, Tensor) else leaf
-        content = value.tobytes() if hasattr(value, "tobytes") else repr(value).encode()
-        plain = hasattr(value, "dtype") or isinstance(value, (str, bytes, int, float))
-        digest = zlib.crc32(content if plain else type(value).__name__.encode(), digest)
-    return digest
-
-
-def _refuse_other(digests: list[int]) -> None:
-    other = next((rank for rank, digest in enumerate(digests) if digest != digests[0]), None)
-    if other is not None:
-        raise DataError(
-            f"the stream does not begin with the same row on ranks 0 and {other}",
-            expected="the same rows in the same order on every rank: StreamingLoader gives each dp rank its share",
-            fix="leave out what splits it by rank (for a WebDataset: nodesplitter=lambda urls: urls), and shuffle it "
-            "with one seed on every rank",
-        )
 
 
 def _check_shared(dataset: Any, num_workers: int, resume: str) -> None:

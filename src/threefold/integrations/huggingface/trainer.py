@@ -25,7 +25,7 @@ from transformers.trainer_pt_utils import find_batch_size
 from transformers.trainer_utils import has_length
 from transformers.utils import logging
 
-from threefold.data.sampling.distribute import require_distributed
+from threefold.data.sampling.distribute import refuse_other_dataset, require_distributed
 from threefold.integrations.huggingface import (
     checks,
     context_parallel,
@@ -290,6 +290,7 @@ class Trainer(transformers.Trainer):
             return super().evaluation_loop(dataloader, *settings)
         self._mean = RunningMean(self.args.device)
         if exact:
+            refuse_other_dataset(dataloader.dataset.rows, self._ranks)
             self.gather_function = dataloader.gather
         try:
             with measuring(self, self._mean, dataloader):
@@ -340,6 +341,7 @@ class Trainer(transformers.Trainer):
             if rows is None or (has_length(rows) and not isinstance(rows, IterableDataset)):
                 require_distributed(dataloader, self.axis)
             return values
+        refuse_other_dataset(dataloader.sampler.dataset, self._ranks)
         if self._checkpoint is None or args.ignore_data_skip:
             return values
         self._resumed = trainer_checkpoint.Resumed(

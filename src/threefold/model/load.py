@@ -347,7 +347,7 @@ def whole(
         ignore_mismatched_sizes=True,
         output_loading_info=True,
     )
-    weight_check.check_loaded(info, name=asked.name_or_path, allowed=asked.init_missing)
+    weight_check.check_loaded(info, asked)
     return model
 
 

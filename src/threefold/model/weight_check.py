@@ -19,6 +19,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 from transformers import PretrainedConfig, PreTrainedModel
 
+from threefold.config.schema import ModelConfig
 from threefold.errors import ConfigError, Problem
 
 Shape = tuple[int, ...]
@@ -135,11 +136,10 @@ def check_files(files: Mapping[str, Path], stored: Stored, *, name: str) -> None
     )
 
 
-def check_loaded(info: Mapping[str, Any], *, name: str, allowed: Sequence[str]) -> None:
+def check_loaded(info: Mapping[str, Any], asked: ModelConfig) -> None:
     """Compares what transformers reports of a load (`output_loading_info`) with a complete one.
 
-    Args:
-        allowed: patterns of weights that are meant to be new (`model.init_missing`).
+    Weights that match `model.init_missing` are meant to be new.
 
     Raises:
         ConfigError: everything that is wrong with it.
@@ -148,14 +148,14 @@ def check_loaded(info: Mapping[str, Any], *, name: str, allowed: Sequence[str]) 
     missing = sorted(
         key
         for key in info["missing_keys"]
-        if not any(fnmatchcase(key, each) for each in allowed)
+        if not any(fnmatchcase(key, each) for each in asked.init_missing)
     )
     misshapen = [
         f"{key} {list(stored)} instead of {list(own)}"
         for key, stored, own in info["mismatched_keys"]
     ]
     _refuse(
-        name,
+        str(asked.name_or_path),
         _fix_of_missing(missing[0], unexpected) if missing else "",
         missing=missing,
         unexpected=[] if missing else unexpected,

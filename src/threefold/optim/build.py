@@ -227,24 +227,18 @@ def begin_state(model: nn.Module, optimizer: torch.optim.Optimizer, index: Index
 
 
 def own_optimizer(
-    make: Callable[[Any], torch.optim.Optimizer],
-    model: nn.Module,
-    argument: Any,
-    topology: Topology,
+    make: Callable[[Any], torch.optim.Optimizer], model: Any
 ) -> torch.optim.Optimizer:
-    """The optimizer that a program makes of the model on the mesh; every rank calls it.
+    """The optimizer that a program makes of the Model; every rank calls it.
 
     The rates of its groups are peaks: a group's share of the first one's is kept as the schedule proceeds. A group's
     `name` is its name in metrics.
 
-    Args:
-        argument: what `make` is called with.
-
     Raises:
         ConfigError: it is over other parameters, has a rate of 0, or cannot be used on this mesh.
     """
-    optimizer = make(argument)
-    refuse_other_parameters(optimizer, model)
+    optimizer = make(model)
+    refuse_other_parameters(optimizer, model.module)
     rates = [float(group.get("lr", 0.0)) for group in optimizer.param_groups]
     if not all(math.isfinite(rate) and rate > 0 for rate in rates):
         raise ConfigError(
@@ -256,7 +250,7 @@ def own_optimizer(
         group["lr_share"] = rate / rates[0]
         if "name" in group:
             group["label"] = str(group["name"])
-    ConfigError.raise_for(own_problems(optimizer, topology))
+    ConfigError.raise_for(own_problems(optimizer, model.mesh.topology))
     return optimizer
 
 

@@ -133,7 +133,7 @@ def build_run(
     model = build(config, asked.architecture, mesh)
     pairs = pairs_of(config, model, rows, held_out, resumed=folder.resumed_run, say=say)
     if user_objects.optimizer is not None:
-        optimizer = own_optimizer(user_objects.optimizer, model.module, model, mesh.topology)
+        optimizer = own_optimizer(user_objects.optimizer, model)
         rate = optimizer.param_groups[0]["lr"]
         rate_why = "that of the optimizer as it was made"
         config = config.with_rate(rate)

@@ -93,7 +93,7 @@ class PreparedLoader:
         rows = self.loader.sampler.rows_left()
         per_batch = self.loader.batch_size or 1
         left = rows // per_batch if self.loader.drop_last else -(-rows // per_batch)
-        for batch in tracked(self, self._accelerator, batches, num_batches=left):
+        for batch in tracked(self, batches, num_batches=left):
             yield on_device(batch, self._accelerator)
 
 

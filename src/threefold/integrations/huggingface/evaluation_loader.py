@@ -66,9 +66,7 @@ class EvaluationLoader(DataLoader[Any]):
             yield on_device(batch, self._accelerator)
 
     def _tracked(self) -> Iterator[Any]:
-        return tracked(
-            self, self._accelerator, super().__iter__(), num_batches=len(self._blocks)
-        )
+        return tracked(self, super().__iter__(), num_batches=len(self._blocks))
 
     def gather(self, data: Any) -> Any:
         """Tensors [rows, ...] of this step's batch, or nested lists and dicts of them -> [rows of all ranks, ...].

@@ -182,7 +182,7 @@ class TrainLoader(DistributedLoader):
         self.returned.clear()
         if self.taken is not None:
             self.taken.clear()
-        for read in tracked(self, self._accelerator, batches, num_batches=self.batches_left()):
+        for read in tracked(self, batches, num_batches=self.batches_left()):
             numbers, rest = read.numbers, read.rest
             if rest is not None:
                 rest = on_device(rest, self._accelerator)
@@ -194,11 +194,9 @@ class TrainLoader(DistributedLoader):
             yield on_device(read.batch, self._accelerator)
 
 
-def tracked(
-    loader: Any, accelerator: Accelerator, batches: Iterator[Any], *, num_batches: int
-) -> Iterator[Any]:
+def tracked(loader: Any, batches: Iterator[Any], *, num_batches: int) -> Iterator[Any]:
     """The batches; meanwhile accelerate's gradient state has the loader, which knows when its last batch is out."""
-    state = accelerator.gradient_state
+    state = loader._accelerator.gradient_state
     loader.end_of_dataloader = False
     state._add_dataloader(loader)
     try:

@@ -60,10 +60,11 @@ def _apart(folder: str) -> dict[str, tuple[str, int]]:
                 raise KeyError("row 9 is torn")
             return super().__getitem__(index)
 
-    def trainer(rows: Any = None, **more: Any) -> Any:
+    def trainer(rows: Any = None, size: int = 2, seed: int = 0, **more: Any) -> Any:
         args = arguments(
             folder,
-            per_device_train_batch_size=2,
+            per_device_train_batch_size=size,
+            data_seed=seed,
             gradient_accumulation_steps=2,
             max_steps=4,
             train_sampling_strategy="sequential",
@@ -81,6 +82,8 @@ def _apart(folder: str) -> dict[str, tuple[str, int]]:
     found = {name: _failed(trainer(callbacks=[Alone(name)])) for name in names}
     found["frozen"] = _failed(trainer(callbacks=[Freezes()]))
     found["rows"] = _failed(trainer([Sentences(41)[row + other] for row in range(40)]))
+    found["size"] = _failed(trainer(size=2 + other))
+    found["seed"] = _failed(trainer(seed=int(other)))
     evaluating = trainer(callbacks=[Evaluates()])
     evaluating.eval_dataset = Sentences(4 + other)
     found["held out"] = _failed(evaluating)
@@ -94,6 +97,10 @@ def test_a_data_rank_that_goes_its_own_way_is_named(tmp_path: Path) -> None:
         assert found["should_training_stop"] == (f"{apart} the end of training", 2)
         assert found["should_save"] == (f"{apart} the save of step 2", 2)
         assert found["should_evaluate"] == (f"{apart} an evaluation", 2)
+        for name, words in (("size", "training by 12 rows"), ("seed", "'seed': 1")):
+            text, step = found[name]
+            assert text.startswith("ranks are not in the same call: rank 0 is in training by 8")
+            assert words in text and step == 0
         rows = "the dataset does not have the same rows on ranks 0 and 1"
         assert found["rows"] == (rows, 0) and found["held out"] == (rows, 1)
         text, step = found["frozen"]

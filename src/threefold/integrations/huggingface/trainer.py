@@ -341,7 +341,10 @@ class Trainer(transformers.Trainer):
             if rows is None or (has_length(rows) and not isinstance(rows, IterableDataset)):
                 require_distributed(dataloader, self.axis)
             return values
-        refuse_other_dataset(dataloader.sampler.dataset, self._ranks)
+        sampler = dataloader.sampler
+        order = sampler.state_dict()["fingerprint"]
+        self._ranks.agree(f"training by {sampler.global_batch} rows of {order}")
+        refuse_other_dataset(sampler.dataset, self._ranks)
         if self._checkpoint is None or args.ignore_data_skip:
             return values
         self._resumed = trainer_checkpoint.Resumed(

@@ -148,6 +148,12 @@ CASES: list[tuple[Call, str, str]] = [
         "schedule = threefold.distribute(schedule)",
     ),
     (
+        lambda model, mesh: in_run(mesh, lambda run: with_milestones(run, model)),
+        "schedule.milestones is a Counter",
+        "leave constructor arguments out of a state (the milestones of MultiStepLR); save tensors with the model, as "
+        "buffers, and plain values of other objects",
+    ),
+    (
         lambda model, mesh: in_run(
             mesh,
             lambda run: (
@@ -213,6 +219,12 @@ def in_run(mesh: Any, work: Callable[[Any], object]) -> None:
         threefold.Run(folder, mesh=mesh) as run,
     ):
         work(run)
+
+
+def with_milestones(run: Any, model: Any) -> None:
+    step = threefold.TrainStep(model)
+    schedule = torch.optim.lr_scheduler.MultiStepLR(step.optimizer, [2, 5])
+    run.load(step, schedule=schedule)
 
 
 def logged(mesh: Any, model: Any, numbers: Any = None, **values: Any) -> None:

@@ -350,6 +350,8 @@ class Run:
         for name, each in {"loader": loader, **stateful}.items():
             saving.check_stateful(name, each)
         self._require_open("run.load(...)")
+        # Refused here, not at the first save.
+        saving.digests_of({name: each.state_dict() for name, each in stateful.items()}, 0)
         if self._held is not None:
             raise ConfigError(
                 "run.load(...) is called twice",

@@ -350,8 +350,6 @@ class Run:
         for name, each in {"loader": loader, **stateful}.items():
             saving.check_stateful(name, each)
         self._require_open("run.load(...)")
-        # Refused here, not at the first save.
-        saving.digests_of({name: each.state_dict() for name, each in stateful.items()}, 0)
         if self._held is not None:
             raise ConfigError(
                 "run.load(...) is called twice",
@@ -586,12 +584,10 @@ class Run:
 
     def _begin(self, batches: Any) -> None:
         """Begins the run of a program, with the audit of its first loader."""
-        from threefold.data.sampling.distribute import DistributedLoader, refuse_other_dataset
-
         order, why, fix = _order_of(batches)
         self.mesh.agree(f"run.steps() over {order or why}")
-        if isinstance(batches, DistributedLoader):
-            refuse_other_dataset(batches.sampler.dataset, self.mesh)
+        if hasattr(batches, "refuse_other_dataset"):
+            batches.refuse_other_dataset(self.mesh)
         self._began = True
         what = {"program": sys.argv[0], "audit": why or "on", "audit_fix": fix}
         self.begin(

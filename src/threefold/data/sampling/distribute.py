@@ -161,6 +161,10 @@ class DistributedLoader(DataLoader[Any]):
         """Resume with any number of ranks and workers and any batch size; errors as for the sampler."""
         self.sampler.load_state_dict(state)
 
+    def refuse_other_dataset(self, mesh: Mesh) -> None:
+        """DataError if ranks read rows of other datasets; every rank calls it."""
+        refuse_other_dataset(self.sampler.dataset, mesh)
+
     def _counting(self, batches: Iterator[Any], now: Pass) -> Iterator[Any]:
         sampler = self.sampler
         uneven = sampler.is_uneven(now)

@@ -344,7 +344,7 @@ class Trainer(transformers.Trainer):
         sampler = dataloader.sampler
         order = sampler.state_dict()["fingerprint"]
         self._ranks.agree(f"training by {sampler.global_batch} rows of {order}")
-        refuse_other_dataset(sampler.dataset, self._ranks)
+        dataloader.refuse_other_dataset(self._ranks)
         if self._checkpoint is None or args.ignore_data_skip:
             return values
         self._resumed = trainer_checkpoint.Resumed(

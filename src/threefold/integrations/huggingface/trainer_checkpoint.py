@@ -152,14 +152,11 @@ def save_shards(
         shutil.rmtree(partial, ignore_errors=True)
         (partial / "state").mkdir(parents=True)
 
-    def commit(seals: Mapping[str, Any]) -> None:
-        seal_folder(partial, final, step, {}, seals)
-
     job = Save(
         step,
         partial / "state",
         begin,
-        commit,
+        lambda seals: seal_folder(partial, final, step, {}, seals),
         lambda: shutil.rmtree(partial, ignore_errors=True),
     )
     saver = Saver(

@@ -300,6 +300,10 @@ def test_entry_of_a_list_is_named(folder: Path) -> None:
         ("checkpoint.evry", "checkpoint.every"),
         ("model.seq_len", "data.seq_len"),
         ("tarin", "train"),
+        ("optimizer.clip_grad", "train.grad_clip"),
+        ("tokens.sequence_length", "data.seq_len"),
+        ("checkpoints.checkpoint_interval", "checkpoint.every"),
+        ("sequence_parallel_degree", "mesh.cp"),
     ],
 )
 def test_unknown_key_is_refused_with_the_nearest(
@@ -310,6 +314,13 @@ def test_unknown_key_is_refused_with_the_nearest(
     (problem,) = caught.value.problems
     assert problem.what == f"unknown key {unknown}"
     assert problem.fix == f"did you mean {meant}?"
+
+
+@pytest.mark.parametrize("unknown", ["strict", "dataset_prepared_path", "quantization_bit"])
+def test_unknown_key_like_none_is_not_guessed(folder: Path, unknown: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load(None, (unknown, "1"))
+    assert caught.value.problems[0].fix == "`threefold train --print-config` lists every key"
 
 
 @pytest.mark.parametrize("line", ["learning_rate: 1e-4", "train: {learning_rate: 1e-4}"])

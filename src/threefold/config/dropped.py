@@ -49,31 +49,41 @@ DROPPED: Mapping[str, str] = {
     "volume-gb": "--set ResourceConfig.VolumeSizeInGB=N",
 }
 
-# Our key -> what transformers, TRL, axolotl, LLaMA-Factory and torchtitan call it, if no name of ours is nearest.
+# Our key -> what transformers, TRL, axolotl, LLaMA-Factory, torchtitan and nanotron call it, if it has another name.
 _ELSEWHERE = {
-    "model.name_or_path": "base_model model_name hf_assets_path",
+    "model.name_or_path": "base_model model_name hf_assets_path pretrained",
     "model.dtype": "bf16 fp16 tf32 precision torch_dtype mixed_precision_param",
-    "model.lora.r": "lora_r lora_rank adapter finetuning_type use_peft",
-    "data.source": "dataset datasets dataset_name dataset_path data_path",
-    "data.seq_len": "sequence_len cutoff_len max_seq_length max_seq_len max_length",
+    "model.attention": "flash_attn attn_implementation",
+    "model.lora.r": "lora_r lora_rank rank adapter finetuning_type use_peft",
+    "data.source": "dataset datasets dataset_name dataset_path dataset_dir data_path",
+    "data.seq_len": "sequence_len sequence_length cutoff_len max_seq_length max_seq_len max_length "
+    "model_max_length block_size context_length pad_to_sequence_len",
+    "data.fields": "dataset_text_field text_column",
     "data.eval_share": "val_set_size val_size",
-    "data.train_on": "train_on_inputs assistant_only_loss completion_only_loss mask_history",
-    "mesh.dp_shard": "fsdp fsdp_config deepspeed data_parallel_shard_degree",
-    "mesh.tp": "tensor_parallel_degree tensor_parallel_size",
-    "mesh.cp": "context_parallel_degree context_parallel_size",
-    "train.micro_batch": "local_batch_size",
-    "train.global_batch": "gradient_accumulation_steps train_batch_size batch_size",
-    "train.grad_clip": "max_grad_norm max_norm",
-    "optimizer.lr": "learning_rate",
+    "data.train_on": "train_on_inputs assistant_only_loss completion_only_loss mask_history train_on_prompt "
+    "roles_to_train",
+    "mesh.dp_shard": "fsdp fsdp_config deepspeed zero_stage data_parallel_shard_degree",
+    "mesh.tp": "tensor_parallel_degree tensor_parallel_size tensor_model_parallel_size",
+    "mesh.cp": "context_parallel_degree context_parallel_size sequence_parallel_degree",
+    "train.micro_batch": "local_batch_size per_device_train_batch_size",
+    "train.global_batch": "gradient_accumulation_steps batch_accumulation_per_replica grad_accum train_batch_size "
+    "batch_size",
+    "train.grad_clip": "max_grad_norm max_norm clip_grad clip_grad_norm gradient_clip_val gradient_clipping",
+    "train.steps": "max_iters",
+    "dpo.beta": "pref_beta",
+    "optimizer.lr": "learning_rate max_lr",
     "optimizer.betas": "adam_beta1 adam_beta2 beta1 beta2",
+    "optimizer.eps": "adam_epsilon",
     "optimizer.schedule": "lr_scheduler lr_scheduler_type",
     "optimizer.warmup_steps": "warmup_ratio warmup",
-    "checkpoint.every": "save_steps",
+    "checkpoint.every": "save_steps save_strategy save_interval checkpoint_interval",
     "checkpoint.keep": "save_total_limit",
-    "eval.every": "eval_steps eval_strategy",
-    "log.dir": "output_dir dump_folder",
-    "log.every": "logging_steps log_freq",
-    "log.trackers": "report_to wandb use_wandb",
+    "checkpoint.resume": "resume_from_checkpoint",
+    "eval.every": "eval_steps eval_strategy eval_interval",
+    "log.dir": "output_dir dump_folder checkpoints_path",
+    "log.every": "logging_steps log_freq log_interval",
+    "log.project": "wandb_project",
+    "log.trackers": "report_to wandb use_wandb enable_wandb enable_tensorboard",
 }
 ELSEWHERE = {name: key for key, names in _ELSEWHERE.items() for name in names.split()}
 """A key's name in other trainers -> our key."""

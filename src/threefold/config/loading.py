@@ -283,7 +283,7 @@ def _unknown(values: Values) -> list[Problem]:
             if name in every or (in_section and not isinstance(keys, Mapping)):
                 continue
             valid = every if in_section else [*Config.model_fields, *every]
-            nearest = difflib.get_close_matches(name, valid, n=1, cutoff=0.5)
+            nearest = difflib.get_close_matches(name, valid, n=1)
             leaf = name.rpartition(".")[2]
             ends = [key for key in every if key.rpartition(".")[2] == leaf]
             meant = ELSEWHERE.get(leaf) or next(iter(ends or nearest), None)

@@ -20,6 +20,7 @@ _ALIASES: dict[str, dict[str, Any]] = {
     | {"fp32": "float32"},
     "model.attention": {"flash_attention_2": "auto", "eager": "auto", "flex_attention": "flex"},
     "mesh.device": dict.fromkeys(("gpu", "gpus", "nccl"), "cuda") | {"gloo": "cpu"},
+    "data.seq_len": {f"{1 << i}k": 1024 << i for i in range(11)},
     "train.objective": dict.fromkeys(
         ("sft", "clm", "causal_lm", "cross_entropy"), "next_token"
     ),
@@ -34,6 +35,7 @@ _ALIASES: dict[str, dict[str, Any]] = {
     "optimizer.schedule": {"constant_with_warmup": "constant", "cosine_with_min_lr": "cosine"},
     "data.packing": {"true": "best_fit", "false": "none"},
 }
+_UNITS = {"": 1, "%": 100, "k": 1e-3}
 # Of which something is lost on the way, and what.
 _NOT_THERE = {"half", "fp16", "float16", "f16"}
 
@@ -113,7 +115,7 @@ def _spelled(value: Any) -> str:
 
 
 def _whole(value: str | int | float) -> int | None:
-    """1e3, 1_000 and "1,000" as 1000; None for anything but a whole number."""
+    """1e3, 1k, 1_000 and "1,000" as 1000; None for anything but a whole number."""
     number = _decimal(value) if isinstance(value, str) else float(value)
     return (
         int(number)
@@ -124,5 +126,5 @@ def _whole(value: str | int | float) -> int | None:
 
 def _decimal(text: str) -> float | None:
     plain = re.sub(r"(?<=\d)[,_](?=\d{3}\b)", "", text.strip())
-    number = re.fullmatch(r"([+-]?\d+(?:\.\d*)?(?:[eE][+-]?\d+)?)\s*(%?)", plain)
-    return float(number[1]) / (100 if number[2] else 1) if number else None
+    number = re.fullmatch(r"([+-]?\d+(?:\.\d*)?(?:e[+-]?\d+)?)\s*([%k]?)", plain.lower())
+    return float(number[1]) / _UNITS[number[2]] if number else None

@@ -316,8 +316,9 @@ def test_folder_that_is_not_empty_is_refused(run: Path, tmp_path: Path) -> None:
 
     (tmp_path / "file").touch()
     for to in (tmp_path, tmp_path / "file"):
-        with pytest.raises(ConfigError, match="is not empty"):
+        with pytest.raises(ConfigError, match="is not empty") as caught:
             export(run, to)
+        assert caught.value.problems[0].fix == f"another folder, such as {to}-2"
 
 
 def _dies_while_it_writes() -> None:

@@ -28,7 +28,7 @@ from threefold.convert.dcp_reader import Foreign, open_dcp
 from threefold.convert.names import Convert, Found, Wanted, find_names
 from threefold.convert.universal import open_universal
 from threefold.errors import CheckpointError, ConfigError
-from threefold.export.model_folder import Exported, export
+from threefold.export.model_folder import Exported, export, refuse_filled
 from threefold.model import load
 from threefold.run.folder import keep_config
 from threefold.run.request import model_of
@@ -77,14 +77,6 @@ def import_model(source: Path, to: Path, config: Config) -> tuple[Imported, Expo
         return _import(source, between, config, weights_alone=True), export(between, to)
     finally:
         shutil.rmtree(between, ignore_errors=True)
-
-
-def refuse_filled(to: Path) -> None:
-    """ConfigError if the target already exists."""
-    if to.exists() and (not to.is_dir() or any(to.iterdir())):
-        raise ConfigError(
-            f"{to} is not empty", expected="a new or empty folder", fix="--to ANOTHER_FOLDER"
-        )
 
 
 def _import(source: Path, to: Path, config: Config, *, weights_alone: bool) -> Imported:

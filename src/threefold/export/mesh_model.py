@@ -19,7 +19,7 @@ from threefold.checkpoint.checkpoint_folder import find
 from threefold.checkpoint.tensor_index import Index
 from threefold.checkpoint.tensors import read_whole
 from threefold.errors import ConfigError, RunError
-from threefold.export.model_folder import MAX_SHARD_BYTES, Exported, export
+from threefold.export.model_folder import MAX_SHARD_BYTES, Exported, export, refuse_filled
 from threefold.export.weights import write_weights
 from threefold.model.model import Model
 from threefold.training.saving import save
@@ -73,10 +73,7 @@ def save_pretrained(model: Model, folder: Path, *, verify: bool | None = None) -
 
 def _export_own(module: Any, parts: Path, folder: Path, *, verify: bool) -> Exported:
     """Writes a transformers model used as a custom module (a classifier, T5), from the parts of its ranks."""
-    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise ConfigError(
-            f"{folder} is not empty", expected="a new or empty folder", fix="another folder"
-        )
+    refuse_filled(folder)
     checkpoint, to = find(parts), parts / "model"
     index = Index.read(checkpoint.state)
     names = [name.removeprefix("model.") for name in run_state.model_state(module)]

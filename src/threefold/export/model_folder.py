@@ -33,7 +33,7 @@ from threefold.checkpoint.manifest import (
 from threefold.checkpoint.tensor_index import Index
 from threefold.config.loading import validate
 from threefold.config.schema import Config
-from threefold.errors import CheckpointError, ConfigError, RunError
+from threefold.errors import CheckpointError, ConfigError, RunError, shell_word
 from threefold.export.tokenizer_files import save_tokenizer
 from threefold.export.weights import (
     load_with_peft,
@@ -95,7 +95,8 @@ def export(
         CheckpointError: there is no complete checkpoint, or it is damaged. ConfigError: the folder is not empty.
         RunError: the folder reloads to different logits.
     """
-    _refuse_filled(to)
+    if not (to / _MARK).exists():  # which a killed export has left
+        refuse_filled(to)
     transformers.utils.logging.disable_progress_bar()
     checkpoint = find(run)
     checkpoint.refuse_damage()
@@ -135,12 +136,13 @@ def export(
             raise
 
 
-def _refuse_filled(to: Path) -> None:
-    if to.exists() and (not to.is_dir() or (any(to.iterdir()) and not (to / _MARK).exists())):
+def refuse_filled(to: Path) -> None:
+    """ConfigError for a file, or a folder that is not empty."""
+    if to.exists() and (not to.is_dir() or any(to.iterdir())):
         raise ConfigError(
             f"{to} is not empty",
             expected="a new or empty folder, so that no other model's files are mixed in",
-            fix="--to ANOTHER_FOLDER",
+            fix=f"another folder, such as {shell_word(f'{to}-2')}",
         )
 
 

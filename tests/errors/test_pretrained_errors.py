@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 import shutil
 import subprocess
 import sys
@@ -115,6 +116,21 @@ def test_another_tokenizer(folder: Path, tokenizer: str, differs: str) -> None:
         "leave data.tokenizer out   (or, to train the weights anew: --data.allow_other_tokenizer true)",
     )
     asked(tokenizer, allow_other_tokenizer=True)
+
+
+def test_the_fix_of_a_tokenizer_with_more_tokens_than_the_model_adds_them(folder: Path) -> None:
+    config = LlamaConfig.from_pretrained("model", vocab_size=3)
+    LlamaForCausalLM(config).save_pretrained("model")
+    write_tokenizer(folder / "model", {**WORDS, "c": 3, "d": 4})
+    what, _, fix = said(lambda: asked(None))
+    assert what == "the tokenizer 'model' has 5 tokens, the model only 3"
+    python, option, code, _, *_, key, resized, rest = shlex.split(fix)
+    assert (python, option, key, rest) == ("python3", "-c", "--model.name_or_path", "...")
+    exec(code)
+    model = validate({"model": {"name_or_path": resized}, "data": {"seq_len": 8}})
+    tokenizer, architecture = model_of(model)
+    assert (tokenizer.vocab_size, architecture.vocab_size) == (5, 5)
+    check(model, architecture, tokenizer, Topology(), device="cpu")
 
 
 def test_model_without_a_tokenizer(folder: Path) -> None:

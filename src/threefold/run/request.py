@@ -1,15 +1,17 @@
 """A request for a run, checked with everything that is known before the first collective."""
 
+import shlex
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import partial
+from pathlib import Path
 
 from transformers import PretrainedConfig
 
 from threefold.checkpoint.manifest import architecture_problems
 from threefold.config.schema import Config
 from threefold.data.tokens import Tokenizer, difference
-from threefold.errors import ConfigError, DataError, Problem
+from threefold.errors import ConfigError, DataError, Problem, shell_word
 from threefold.integrations import trackers
 from threefold.mesh.divisibility import batch_problems
 from threefold.mesh.mesh import Mesh
@@ -110,8 +112,14 @@ def check(
     if not foreign and vocab_size is not None and vocab_size < tokenizer.vocab_size:
         what = f"the tokenizer {tokenizer.name!r} has {tokenizer.vocab_size} tokens, the model only {vocab_size}"
         fix = f"--model.config '{{..., vocab_size: {tokenizer.vocab_size}}}', or the model's own tokenizer"
-        if config.model.name_or_path is not None:
-            fix = "the model's own tokenizer: leave data.tokenizer out"
+        if (model := config.model.name_or_path) is not None:
+            to = f"{Path(model).name}-{tokenizer.vocab_size}"
+            code = (
+                f"import transformers as t; m = t.AutoModelForCausalLM.from_pretrained({model!r}); "
+                f"m.resize_token_embeddings({tokenizer.vocab_size}); m.save_pretrained({to!r}); "
+                f"t.AutoTokenizer.from_pretrained({config.data.tokenizer or model!r}).save_pretrained({to!r})"
+            )
+            fix = f"python3 -c {shlex.quote(code)} && threefold train --model.name_or_path {shell_word(to)} ..."
         problems.append(
             Problem(what, "an embedding for every token that the tokenizer can produce", fix)
         )

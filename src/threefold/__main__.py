@@ -1,6 +1,7 @@
 """`python -m threefold` is the command."""
 
 import logging
+import os
 import signal
 import sys
 
@@ -12,6 +13,11 @@ for _name in ("torchao", "torch.utils._pytree"):
 
 def main() -> None:
     """The entry point of the command `threefold`."""
+    # A closed stream's number would be that of the next file, into which libraries would print. Ranks inherit these.
+    while (free := os.open(os.devnull, os.O_RDWR)) < 3:
+        os.set_inheritable(free, True)
+    os.close(free)
+    sys.stdout, sys.stderr = sys.stdout or os.fdopen(1, "w"), sys.stderr or os.fdopen(2, "w")
     try:
         from threefold.commands.main import run
 

@@ -5,11 +5,13 @@ from __future__ import annotations
 import json
 import math
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
-from ranks.runs import command, prepare
+from ranks.runs import command, environment, prepare
 from threefold.checkpoint.checkpoint_folder import CheckpointFolder
 
 HELD = " ".join(f"word{number % 89}" for number in range(700))
@@ -62,6 +64,16 @@ def test_resume_from_another_folder(folder: Path, run: Path, tmp_path: Path) -> 
     )
     assert [line["step"] for line in metrics(run) if "loss" in line] == [1, 2, 3, 4, 5, 6]
     assert [path.name for path in tmp_path.iterdir()] == ["cache"]
+
+
+def test_run_without_standard_streams(folder: Path, run: Path) -> None:
+    """Of a daemon: the number of a closed one was that of the next file."""
+    asked = [sys.executable, "-m", "threefold", "resume", run.name, "--train.steps", "5"]
+    closed = ["bash", "-c", '"$@" <&- >&- 2>&-', "_", *asked]
+    assert (
+        subprocess.run(closed, cwd=folder, env=environment(folder), timeout=120).returncode == 0
+    )
+    assert (run / "logs" / "rank-0000.log").read_text().count("done: 5 steps") == 1
 
 
 def test_own_config_means_the_run_wherever_it_lies(folder: Path, run: Path) -> None:

@@ -316,6 +316,18 @@ def test_unknown_key_is_refused_with_the_nearest(
     assert problem.fix == f"did you mean {meant}?"
 
 
+def test_run_whose_config_is_gone_says_what_it_lacks(folder: Path) -> None:
+    Path("a run").mkdir()
+    Path("a run/metrics.jsonl").touch()
+    with pytest.raises(ConfigError) as caught:
+        loading.load("a run/config.yaml", environ={})
+    (problem,) = caught.value.problems
+    assert problem.what == "the run a run has no config.yaml that can be read"
+    assert problem.fix == (
+        "restore 'a run/config.yaml' from a copy; its weights: threefold export 'a run' --to DIR"
+    )
+
+
 @pytest.mark.parametrize("unknown", ["strict", "dataset_prepared_path", "quantization_bit"])
 def test_unknown_key_like_none_is_not_guessed(folder: Path, unknown: str) -> None:
     with pytest.raises(ConfigError) as caught:

@@ -229,15 +229,18 @@ def _read_file(path: str, problems: list[Problem]) -> list[tuple[str, Any]]:
         with open(path, encoding="utf-8") as file:
             text = file.read()
     except (OSError, UnicodeDecodeError) as error:
-        if Path(path).name == RUN_CONFIG and is_of_program(run := Path(path).parent):
-            fix = "run the program again to resume it; its weights: "
-            problems.append(
-                Problem(
-                    f"{run} is the run of a program with a custom loop (threefold.Run), which has no {RUN_CONFIG}",
-                    "a run of threefold train: only the program knows what this one reads and computes",
-                    f"{fix}threefold export {shell_word(run)} --to DIR",
-                )
+        if Path(path).name == RUN_CONFIG and is_run(run := Path(path).parent):
+            what = f"the run {run} has no {RUN_CONFIG} that can be read"
+            expected, fix = (
+                "the config with which it was started",
+                f"restore {shell_word(path)} from a copy",
             )
+            if is_of_program(run):
+                what = f"{run} is the run of a program with a custom loop (threefold.Run), which has no {RUN_CONFIG}"
+                expected = "a run of threefold train: only the program knows what this one reads and computes"
+                fix = "run the program again to resume it"
+            fix += f"; its weights: threefold export {shell_word(run)} --to DIR"
+            problems.append(Problem(what, expected, fix))
             return []
         reason = error.strerror if isinstance(error, OSError) else "not UTF-8 text"
         way = "check the path" if isinstance(error, OSError) else "save it as UTF-8"

@@ -195,7 +195,8 @@ def validate(values: Values, origins: Mapping[str, str] | None = None) -> Config
         problems = _unknown(values) + [
             _problem_of(entry, origins or {}, values)
             for entry in error.errors()
-            if entry["type"] != "extra_forbidden" or entry["loc"][:2] in _WITH_KEYS_BELOW
+            if entry["type"] != "extra_forbidden"
+            or ".".join(map(str, entry["loc"][:2])) in _WITH_KEYS_BELOW
             if entry["type"] != "too_short"
             or not entry["input"]  # else its entries were refused already
         ]
@@ -315,7 +316,22 @@ def _names(section: str, keys: Values) -> Iterator[str]:
 # Beginnings of texts that determine how they are parsed: quotes, blocks, tags.
 _MARKED = "\"'|>&!*"
 # Keys whose values have their own keys, which are checked with the value.
-_WITH_KEYS_BELOW = (("data", "mixture"), ("optimizer", "groups"))
+_WITH_KEYS_BELOW: Mapping[str, Any] = {
+    "data.mixture": (
+        MixtureSource,
+        "a source and its weight under each name",
+        "{name: {source: ..., weight: ...}, ...}",
+        MIXTURE_FIX,
+        Problem("", "", MIXTURE_FIX),
+    ),
+    "optimizer.groups": (
+        GroupConfig,
+        "a regular expression for the parameters' names",
+        "[{match: REGEX, lr: ..., weight_decay: ...}, ...]",
+        "match, lr, weight_decay and name are its keys",
+        to_set("", "", *GROUPS_FIX),
+    ),
+}
 _KEYS_BELOW = "keys below the section's name"
 _EXPECTED = {
     "greater_than": "a number greater than {gt}",
@@ -355,10 +371,8 @@ def _problem_of(entry: Any, origins: Mapping[str, str], values: Values) -> Probl
     inside = len(path) > 2 and path[1] in inner_sections(path[0])
     key = ".".join(path[: 3 if inside else 2])
     where = f" ({origins[key]})" if key in origins else ""
-    if key == "data.mixture":
-        return _mixture_problem(entry, where)
-    if key == "optimizer.groups":
-        return _group_problem(entry, where)
+    if key in _WITH_KEYS_BELOW:
+        return _entry_problem(entry, key, where)
     rest = entry["loc"][len(key.split(".")) :] if entry["type"] != "missing" else ()
     place = "".join(f"[{part}]" for part in rest if isinstance(part, int))
     what = f"{key}{place} = {as_yaml(entry['input'])} is not accepted{where}"
@@ -406,47 +420,19 @@ def _refused(what: str, expected: str, entry: Any, key: str, origin: str) -> Pro
     return to_set(what, expected, key, default, remark="   (the default)")
 
 
-def _mixture_problem(entry: Any, where: str) -> Problem:
-    """A problem inside data.mixture."""
-    path = ".".join(str(part) for part in entry["loc"] if part not in ("one source", "sources"))
+def _entry_problem(entry: Any, key: str, where: str) -> Problem:
+    """A problem inside data.mixture or optimizer.groups."""
+    kind, required, whole, unknown, problem = _WITH_KEYS_BELOW[key]
+    # Pydantic names the alternatives of a source too.
+    parts = (part for part in entry["loc"][2:] if part not in ("one source", "sources"))
+    path = key + "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in parts)
     if entry["type"] == "extra_forbidden":
-        return _unknown_below(entry, path + where, MixtureSource, MIXTURE_FIX)
+        return _unknown_below(entry, path + where, kind, unknown)
     if entry["type"] == "missing":
-        return Problem(
-            f"there is no {path}{where}", "a source and its weight under each name", MIXTURE_FIX
-        )
-    return Problem(
-        f"{path} = {as_yaml(entry['input'])} is not accepted{where}",
-        _expected(entry)
-        if len(entry["loc"]) > 3
-        else "{name: {source: ..., weight: ...}, ...}",
-        MIXTURE_FIX,
-    )
-
-
-def _group_problem(entry: Any, where: str) -> Problem:
-    """A problem inside optimizer.groups."""
-    place = "".join(
-        f"[{part}]" if isinstance(part, int) else f".{part}" for part in entry["loc"][2:]
-    )
-    path = f"optimizer.groups{place}"
-    if entry["type"] == "extra_forbidden":
-        return _unknown_below(
-            entry, path + where, GroupConfig, "match, lr, weight_decay and name are its keys"
-        )
-    if entry["type"] == "missing":
-        return to_set(
-            f"there is no {path}{where}",
-            "a regular expression for the parameters' names",
-            *GROUPS_FIX,
-        )
-    return to_set(
-        f"{path} = {as_yaml(entry['input'])} is not accepted{where}",
-        _expected(entry)
-        if len(entry["loc"]) > 3
-        else "[{match: REGEX, lr: ..., weight_decay: ...}, ...]",
-        *GROUPS_FIX,
-    )
+        return replace(problem, what=f"there is no {path}{where}", expected=required)
+    expected = _expected(entry) if len(entry["loc"]) > 3 else whole
+    what = f"{path} = {as_yaml(entry['input'])} is not accepted{where}"
+    return replace(problem, what=what, expected=expected)
 
 
 def _unknown_below(

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import fcntl
 import gzip
 import io
 import json
+import os
 import pickle
 import time
 import tracemalloc
@@ -52,6 +54,19 @@ def test_run_that_finished_has_not_failed() -> None:
     )
     assert found.status is Status.FINISHED
     assert found.telling[0].number == 3
+
+
+def test_run_that_goes_on_is_said_to(tmp_path: Path) -> None:
+    (tmp_path / "journal.jsonl").write_text(json.dumps({"event": "start", "start": 1}) + "\n")
+    (tmp_path / "logs").mkdir()
+    (tmp_path / "logs/rank-0000.log").write_text(PROGRESS)
+    with (tmp_path / "run.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        shown, _ = explain_command([tmp_path])
+    assert (
+        f"  it is still running: process {os.getpid()} of this host holds its lock\n" in shown
+    )
+    assert "still running" not in explain_command([tmp_path])[0]
 
 
 def test_run_of_ours_that_finished_has_not_failed(tmp_path: Path) -> None:

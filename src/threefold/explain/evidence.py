@@ -22,7 +22,7 @@ from threefold.explain.sources.dumps import Dump, is_dump, read_dump
 from threefold.jsonl import Lines
 from threefold.records.metrics import Metrics
 from threefold.records.run import RunRecord
-from threefold.records.state import last_end
+from threefold.records.state import last_end, state_of
 
 _BEGIN = f" INFO {LOG_START}: {{"
 _LOGS = (".log", ".err", ".out", ".txt", ".gz")
@@ -67,6 +67,9 @@ def gather(paths: Sequence[Path]) -> JobEvidence:
             ended |= last.get("event") in ("done", "stop")
             if last.get("event") == "stop":
                 notes.append(_of_stop(last))
+            word, why = state_of(path, record.events, still_s=0)
+            if word == "running":
+                notes.append(f"it is still running: {why}")
         for file in sorted(_files(path)):
             try:
                 if file.name in _NOTES:

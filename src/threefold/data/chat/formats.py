@@ -7,8 +7,9 @@ or is refused by a RowError.
 """
 
 import difflib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from threefold.config.yaml_text import pasted
@@ -363,7 +364,9 @@ def _message(value: Any, where: str, columns: Columns) -> Message:
         others["tool_calls"] = [{"type": "function", "function": _call(content, where)}]
         content = None
     if isinstance(calls := others.get("tool_calls"), list):
-        others["tool_calls"] = [_with_arguments(each, where) for each in calls]
+        others["tool_calls"] = [
+            with_arguments(each, partial(_as_object, where=where)) for each in calls
+        ]
     elif calls is not None:
         raise RowError(f"{where}: tool_calls is {kind_of(calls)}", "a list of calls")
     if content is None and not calls:
@@ -375,16 +378,21 @@ def _message(value: Any, where: str, columns: Columns) -> Message:
     return {"role": role, **others}
 
 
-def _with_arguments(call: Any, where: str) -> Any:
-    """A call whose arguments are an object, also if they came as its JSON, as OpenAI has them."""
+def with_arguments(call: Any, change: Callable[[Any], Any]) -> Any:
+    """A call whose arguments, if it has any, are changed; OpenAI's are under `function`."""
     if not isinstance(call, Mapping):
         return call
     if isinstance(call.get("function"), Mapping):
-        return {**call, "function": _with_arguments(call["function"], where)}
-    if not isinstance(call.get("arguments"), str):
-        return call
+        return {**call, "function": with_arguments(call["function"], change)}
+    return {**call, "arguments": change(call["arguments"])} if "arguments" in call else call
+
+
+def _as_object(arguments: Any, where: str) -> Any:
+    """Arguments as an object, also if they came as its JSON, as OpenAI has them."""
+    if not isinstance(arguments, str):
+        return arguments
     try:
-        return {**call, "arguments": _as_json(from_json(call["arguments"] or "{}"))}
+        return _as_json(from_json(arguments or "{}"))
     except ValueError as error:
         raise RowError(
             f"{where}: the arguments of a call are not JSON: {error}", "an object, or its JSON"

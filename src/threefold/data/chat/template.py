@@ -17,7 +17,7 @@ from itertools import accumulate
 from typing import Any
 
 from threefold.data.chat.assistant_spans import Turn, Whole
-from threefold.data.chat.formats import Message, Messages, RowError
+from threefold.data.chat.formats import Message, Messages, RowError, with_arguments
 from threefold.data.chat.row_texts import RowTexts
 
 _GENERATION, _END = (
@@ -320,13 +320,7 @@ class Conversation:
 
 def _as_text(call: Any) -> Any:
     """A call whose arguments are the JSON of what they are."""
-    if not isinstance(call, Mapping):
-        return call
-    if isinstance(call.get("function"), Mapping):
-        return {**call, "function": _as_text(call["function"])}
-    written = not isinstance(call.get("arguments", ""), str)
-    return (
-        {**call, "arguments": json.dumps(call["arguments"], ensure_ascii=False)}
-        if written
-        else call
+    return with_arguments(
+        call,
+        lambda each: each if isinstance(each, str) else json.dumps(each, ensure_ascii=False),
     )

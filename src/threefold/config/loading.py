@@ -427,21 +427,16 @@ def _entry_problem(entry: Any, key: str, where: str) -> Problem:
     parts = (part for part in entry["loc"][2:] if part not in ("one source", "sources"))
     path = key + "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in parts)
     if entry["type"] == "extra_forbidden":
-        return _unknown_below(entry, path + where, kind, unknown)
+        keys, leaf = [*kind.model_fields], str(entry["loc"][-1])
+        nearest = difflib.get_close_matches(leaf, keys, n=1, cutoff=0.5)
+        fix = f"did you mean {nearest[0]}?" if nearest else unknown
+        return Problem(
+            f"unknown key {path}{where}",
+            f"one of {', '.join(keys)}",
+            DROPPED.get(f"{key}.{leaf}", fix),
+        )
     if entry["type"] == "missing":
         return replace(problem, what=f"there is no {path}{where}", expected=required)
     expected = _expected(entry) if len(entry["loc"]) > 3 else whole
     what = f"{path} = {as_yaml(entry['input'])} is not accepted{where}"
     return replace(problem, what=what, expected=expected)
-
-
-def _unknown_below(
-    entry: Any, path: str, kind: type[MixtureSource] | type[GroupConfig], fix: str
-) -> Problem:
-    keys = list(kind.model_fields)
-    section, key, *_, leaf = entry["loc"]
-    nearest = difflib.get_close_matches(str(leaf), keys, n=1, cutoff=0.5)
-    fix = DROPPED.get(f"{section}.{key}.{leaf}") or (
-        f"did you mean {nearest[0]}?" if nearest else fix
-    )
-    return Problem(f"unknown key {path}", f"one of {', '.join(keys)}", fix)

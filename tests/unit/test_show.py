@@ -296,6 +296,22 @@ def test_options_for_rows_with_labels_are_refused_for_texts(
     assert problem.fix.startswith("leave data.") and not Path("store").exists()
 
 
+@pytest.mark.parametrize(
+    "row", [{"question": "a", "answer": "b"}, {"instruction": "a", "response": "b"}]
+)
+def test_template_for_rows_of_other_columns_is_answered_with_the_columns(
+    row: dict[str, str],
+) -> None:
+    """The fix was {messages: NAME}, of conversations."""
+    Path("rows.jsonl").write_text(json.dumps(row) + "\n")
+    asked = ("--data.source", "rows.jsonl", "--data.tokenizer", "bytes")
+    with pytest.raises(DataError, match="has this field") as plain:
+        data("show", *asked)
+    with pytest.raises(DataError, match="has this field") as caught:
+        data("show", *asked, "--data.chat_template", "t.jinja")
+    assert caught.value.problems == plain.value.problems
+
+
 def test_template_without_an_end_of_answers_is_warned_of_once() -> None:
     Path("open.jinja").write_text(TEMPLATE.replace("{{ eos_token }}", ""))
     named = (

@@ -86,7 +86,10 @@ def open_text(
 
 
 def rows_format(source: Source, *, memory: Path | None = None) -> str:
-    """The format of a source's rows, or of those a store was made from; arguments and errors as for `open_text`."""
+    """The format of a source's rows, or of those a store was made from; `unknown` for rows without a text.
+
+    Arguments and errors as for `open_text`.
+    """
     if isinstance(source.name, str) and (prefix := store_prefix(source.name)) is not None:
         info = read_info(prefix)
         return (
@@ -95,7 +98,10 @@ def rows_format(source: Source, *, memory: Path | None = None) -> str:
     formats = []
 
     def look(names: Sequence[str]) -> None:
-        formats.append(format_of(names, source))
+        made = format_of(names, source)
+        # The error for rows without a text, which comes on reading, names the columns to take.
+        is_there = made != "text" or source.text_field.partition(".")[0] in names
+        formats.append(made if is_there else "unknown")
 
     _opened(source, look, memory)
     return formats[0] if formats else "text"

@@ -128,7 +128,10 @@ def test_config_file_that_is_no_yaml() -> None:
         ("words", "instead: --data.source words   (a config is a .yaml)"),
         ("a folder", "instead: --data.source 'a folder'   (a config is a .yaml)"),
         ("model", "instead: --model.name_or_path model   (a config is a .yaml)"),
-        ("run", "threefold resume run   (its config: run/config.yaml)"),
+        (
+            "run",
+            "run/config.yaml   (its config; to resume it: threefold resume run)",
+        ),
         ("gone.txt", "check the path"),
     ],
 )

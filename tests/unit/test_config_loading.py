@@ -612,7 +612,7 @@ def test_path_with_such_a_name_is_taken(
     assert load(None, ("log.dir", "$cost")).config.log.dir == "$cost"
 
 
-def test_run_in_place_of_a_config_is_resumed(
+def test_run_in_place_of_a_config_is_answered_with_its_config(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -623,5 +623,5 @@ def test_run_in_place_of_a_config_is_resumed(
     (problem,) = refused.value.problems
     assert (problem.what, problem.fix) == (
         "a run: Is a directory",
-        "threefold resume 'a run'   (its config: 'a run/config.yaml')",
+        "'a run/config.yaml'   (its config; to resume it: threefold resume 'a run')",
     )

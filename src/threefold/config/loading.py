@@ -220,7 +220,7 @@ def _meant(path: Path) -> str | None:
     if not path.exists() or path.suffix in (".yaml", ".yml"):
         return None
     if is_run(path):
-        return f"threefold resume {shell_word(path)}   (its config: {shell_word(path / RUN_CONFIG)})"
+        return f"{shell_word(path / RUN_CONFIG)}   (its config; to resume it: threefold resume {shell_word(path)})"
     key = "model.name_or_path" if (path / "config.json").is_file() else "data.source"
     return f"instead: --{key} {shell_word(path)}   (a config is a .yaml)"
 

@@ -18,6 +18,7 @@ from typing import Any
 import datasets
 import httpx
 import numpy as np
+import pandas
 import pyarrow
 import pyarrow.parquet
 import pytest
@@ -28,6 +29,7 @@ from threefold.config.yaml_text import read_yaml
 from threefold.data.rows.best_fit import PaddedRows
 from threefold.data.rows.packing import Packing, open_rows
 from threefold.data.store import parts
+from threefold.data.store.in_memory import written
 from threefold.data.store.open_source import open_store, open_text
 from threefold.data.store.prepare import prepare
 from threefold.data.store.store import TokenStore
@@ -1019,3 +1021,26 @@ def test_unknown_packing(folder: Path) -> None:
             "--data.packing concat",
         )
     ]
+
+
+@pytest.mark.parametrize(
+    ("rows", "what", "fix"),
+    [
+        ({"train": [{"text": "a"}]}, "dataset is a dict", "dataset=rows['train']"),
+        ("rows.jsonl", "dataset is a str", "its path in data.source of the config"),
+        (
+            pandas.DataFrame([{"text": "a"}]),
+            "dataset is a DataFrame",
+            "dataset=rows.to_dict('records')",
+        ),
+    ],
+    ids=["splits", "a path", "a table"],
+)
+def test_rows_of_a_program_that_are_no_rows(
+    tmp_path: Path, rows: Any, what: str, fix: str
+) -> None:
+    """list(rows) of splits is their names, which would have been trained on as texts."""
+    with pytest.raises(DataError) as caught:
+        written(rows, name="dataset", cache=tmp_path, tokenizer=ByteTokenizer)
+    (problem,) = caught.value.problems
+    assert (problem.what, problem.fix) == (what, fix)

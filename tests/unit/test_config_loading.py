@@ -335,6 +335,15 @@ def test_unknown_key_like_none_is_not_guessed(folder: Path, unknown: str) -> Non
     assert caught.value.problems[0].fix == "`threefold train --print-config` lists every key"
 
 
+def test_dotted_keys_of_a_program_are_answered_with_their_nesting() -> None:
+    with pytest.raises(ConfigError) as caught:
+        loading.validate({"train.steps": 5, "model.lora": {"r": 8}})
+    assert [problem.fix for problem in caught.value.problems] == [
+        "train: {steps: ...}",
+        "model: {lora: {r: ...}}",
+    ]
+
+
 @pytest.mark.parametrize("line", ["learning_rate: 1e-4", "train: {learning_rate: 1e-4}"])
 def test_key_of_another_trainer_is_refused_with_ours(folder: Path, line: str) -> None:
     """Also at the top of a file, where others have all of theirs; the nearest by its spelling was train.nonfinite."""

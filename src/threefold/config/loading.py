@@ -284,7 +284,7 @@ def _unknown(values: Values) -> list[Problem]:
     for section, keys in values.items():
         in_section = section in Config.model_fields
         for name in _names(section, keys) if isinstance(keys, Mapping) else [section]:
-            if name in every or (in_section and not isinstance(keys, Mapping)):
+            if in_section and (name in every or not isinstance(keys, Mapping)):
                 continue
             valid = every if in_section else [*Config.model_fields, *every]
             nearest = difflib.get_close_matches(name, valid, n=1)
@@ -299,6 +299,8 @@ def _unknown(values: Values) -> list[Problem]:
                 if meant
                 else "`threefold train --print-config` lists every key"
             )
+            if name in every:
+                fix = f"{name.replace('.', ': {')}: ...{'}' * name.count('.')}"
             fix = DROPPED.get(name, fix)
             problems.append(Problem(f"unknown key {name}", expected, fix))
     return problems

@@ -41,15 +41,20 @@ def written(rows: Any, *, name: str, cache: Path, tokenizer: Callable[[], Tokeni
     Raises:
         DataError: the rows are of another kind, or a row (named by number) cannot be written.
     """
-    if (
-        not hasattr(rows, "__len__")
-        or not hasattr(rows, "__getitem__")
-        or isinstance(rows, str | bytes | Mapping)
-    ):
+    fix = f"{name}=list(rows)   (of a stream: write it to .jsonl files, and name these in data.source)"
+    if isinstance(rows, str | bytes):
+        fix = "its path in data.source of the config"
+    elif isinstance(rows, Mapping):
+        fix = f"{name}=rows[{next(iter(rows), 'train')!r}]"
+    elif hasattr(rows, "iloc"):
+        fix = f"{name}=rows.to_dict('records')"
+    elif hasattr(rows, "__len__") and hasattr(rows, "__getitem__"):
+        fix = ""
+    if fix:
         raise DataError(
             f"{name} is a {type(rows).__name__}",
             expected="rows with a length and an index, a datasets.Dataset or a list of dicts: any row may be needed",
-            fix=f"{name}=list(rows)   (of a stream: write it to .jsonl files, and name these in data.source)",
+            fix=fix,
         )
     if not len(rows):
         raise DataError(f"{name} has no rows", expected="at least one row", fix=f"{name}=None")

@@ -14,7 +14,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from threefold.config.dropped import DROPPED, ELSEWHERE
-from threefold.config.meant_values import meant_value
+from threefold.config.meant_values import meant_path, meant_value
 from threefold.config.optimizer import GroupConfig
 from threefold.config.optimizer_rules import GROUPS_FIX
 from threefold.config.paths import RUN_CONFIG, is_of_program, is_run, literal_paths, run_of
@@ -215,16 +215,6 @@ def _by_value(problems: Iterable[Problem]) -> Iterable[Problem]:
     return merged.values()
 
 
-def _meant(path: Path) -> str | None:
-    """What to write for a path that is there, but not a config by its name: a run, a model or data."""
-    if not path.exists() or path.suffix in (".yaml", ".yml"):
-        return None
-    if is_run(path):
-        return f"{shell_word(path / RUN_CONFIG)}   (its config; to resume it: threefold resume {shell_word(path)})"
-    key = "model.name_or_path" if (path / "config.json").is_file() else "data.source"
-    return f"instead: --{key} {shell_word(path)}   (a config is a .yaml)"
-
-
 def _read_file(path: str, problems: list[Problem]) -> list[tuple[str, Any]]:
     try:
         with open(path, encoding="utf-8") as file:
@@ -245,22 +235,20 @@ def _read_file(path: str, problems: list[Problem]) -> list[tuple[str, Any]]:
             return []
         reason = error.strerror if isinstance(error, OSError) else "not UTF-8 text"
         way = "check the path" if isinstance(error, OSError) else "save it as UTF-8"
-        fix = _meant(Path(path)) or way
+        fix = meant_path(path) or way
         problems.append(Problem(f"{path}: {reason}", "a readable YAML file", fix))
         return []
     try:
         content = parse(text, path)
     except ConfigError as error:
-        problems += [
-            replace(each, fix=_meant(Path(path)) or each.fix) for each in error.problems
-        ]
+        problems += [replace(each, fix=meant_path(path) or each.fix) for each in error.problems]
         return []
     if content is None:
         return []
     fix = f"the sections are {', '.join(Config.model_fields)}"
     if not isinstance(content, Mapping):
         expected = "sections with keys: `train:` and below it `  steps: 100`"
-        fix = _meant(Path(path)) or fix
+        fix = meant_path(path) or fix
         problems.append(Problem(f"{path} must contain sections such as train:", expected, fix))
         return []
     pairs: list[tuple[str, Any]] = []

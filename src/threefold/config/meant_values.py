@@ -6,11 +6,14 @@ A pasted fix must have the intended effect, so a guess counts only if its key ac
 import difflib
 import re
 from collections.abc import Iterable, Iterator
+from pathlib import Path
 from typing import Any, Literal, get_args, get_origin
 
 from pydantic import ValidationError
 
+from threefold.config.paths import RUN_CONFIG, is_run
 from threefold.config.schema import Config
+from threefold.errors import shell_word
 
 _YES_NO = dict.fromkeys(("yes", "y", "on", "1", "true"), True)
 _YES_NO |= dict.fromkeys(("no", "n", "off", "0", "false"), False)
@@ -61,6 +64,17 @@ def meant_word(key: str, value: str, words: Iterable[str]) -> str | None:
     """Which of some words was meant by a key whose words are not in its type; None if none is near."""
     choices = list(words)
     return next((guess for guess in _guesses(key, value, choices) if guess in choices), None)
+
+
+def meant_path(name: str) -> str | None:
+    """What to write for a path that is there, but not a config by its name: a run, a model or data."""
+    path = Path(name)
+    if not path.exists() or path.suffix in (".yaml", ".yml"):
+        return None
+    if is_run(path):
+        return f"{shell_word(path / RUN_CONFIG)}   (its config; to resume it: threefold resume {shell_word(path)})"
+    key = "model.name_or_path" if (path / "config.json").is_file() else "data.source"
+    return f"instead: --{key} {shell_word(path)}   (a config is a .yaml)"
 
 
 def _accepts(key: str, value: Any) -> bool:

@@ -415,6 +415,20 @@ def test_lines_that_cannot_be_used_are_named_together(folder: Path) -> None:
     assert {fix for _, _, fix in problems} == {CORRECT}
 
 
+@pytest.mark.parametrize("name", ["x.jsonl", "x y.ndjson"])
+def test_a_file_that_is_one_list_is_named_by_its_kind(folder: Path, name: str) -> None:
+    """To skip what is wrong would skip everything."""
+    (folder / name).write_text('[\n  {"text": "good"},\n  {"text": "better"}\n]\n')
+    where, listed = (shlex.quote(each) for each in (name, f"{name.partition('.')[0]}.json"))
+    assert said(rows(name)) == [
+        (
+            f"{name}, line 1: a list, not an object",
+            "one JSON object per line",
+            f"mv {where} {listed}",
+        )
+    ]
+
+
 def test_many_bad_lines_are_counted(folder: Path) -> None:
     (folder / "x.jsonl").write_text("nope\n" * 25)
     problems = said(rows("x.jsonl"))

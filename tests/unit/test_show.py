@@ -242,6 +242,16 @@ def test_store_of_texts_refuses_labels() -> None:
         )
 
 
+def test_what_is_learnt_of_other_columns_is_chosen_by_them() -> None:
+    write("qa.jsonl", [{"question": "where?", "answer": "here"}])
+    with pytest.raises(DataError, match=r"\{prompt: question, completion: answer\}"):
+        open_store(
+            Source("qa.jsonl", labels=Labels(train_on="completion")),
+            tokenizer=ByteTokenizer(),
+            cache=Path("cache").absolute(),
+        )
+
+
 def test_what_is_learnt_of_texts_is_not_chosen() -> None:
     Path("a.txt").write_text("some words")
     write("texts.jsonl", [{"text": "some words"}])

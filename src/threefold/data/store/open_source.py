@@ -75,6 +75,7 @@ def open_text(
         labeller_for is not None
         and opened[0].loss_mask is None
         and source.labels.train_on not in (None, "all")
+        and rows_format(source, memory=memory) == "text"
     ):
         raise DataError(
             f"data.train_on = {source.labels.train_on}: {opened[0].name} is text, of which every token is trained on",

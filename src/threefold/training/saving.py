@@ -556,7 +556,7 @@ def _shown(groups: Iterable[tuple[str, ...]]) -> str:
 
 
 def check_stateful(name: str, value: Any) -> None:
-    """ConfigError unless the value has a state to save, or is None."""
+    """ConfigError unless the value has a state that can be saved, or is None."""
     check_argument(
         name,
         value,
@@ -564,6 +564,8 @@ def check_stateful(name: str, value: Any) -> None:
         expected="a loader, sampler or schedule with state_dict() and load_state_dict()",
         fix=f"{name} = threefold.distribute({name})",
     )
+    if name != "loader":  # to ask a loader may begin a pass
+        digests_of({name: value.state_dict()}, 0)
 
 
 def state_of_loader(loader: Any) -> dict[str, Any]:

@@ -14,7 +14,7 @@ import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 from tokenizers import Tokenizer, models
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import AutoConfig, LlamaConfig, LlamaForCausalLM
 
 from threefold.config import paths
 from threefold.config.loading import validate
@@ -23,6 +23,7 @@ from threefold.errors import ThreefoldError
 from threefold.export.tokenizer_files import byte_tokenizer
 from threefold.mesh import local_ranks
 from threefold.mesh.topology import Topology
+from threefold.model.config_errors import reason_of
 from threefold.model.load import read_config
 from threefold.run.request import check, model_of
 from threefold.run.start import train
@@ -178,6 +179,53 @@ def test_name_that_may_be_on_the_hub() -> None:
     assert fix == (
         "did you mean the folder model? Otherwise check the name, your connection, and `hf auth login` for gated models"
     )
+
+
+@pytest.mark.parametrize(
+    ("values", "what", "fix"),
+    [
+        (
+            {"model_type": "own", "auto_map": {"AutoConfig": "configuration_own.OwnConfig"}},
+            "The repository own contains custom code",
+            "--model.trust_remote_code true   (if you have read that code, or trust its author)",
+        ),
+        (
+            {"model_type": "llama9"},
+            "model type `llama9`",
+            "pip install -U transformers   (a later release may have it)",
+        ),
+    ],
+)
+def test_a_config_of_code_or_of_a_later_release(
+    values: dict[str, Any], what: str, fix: str
+) -> None:
+    """Not `check the path`: the folder is right."""
+    Path("own").mkdir()
+    Path("own/config.json").write_text(json.dumps(values))
+    said_of = reading("own")
+    assert what in said_of[0] and said_of[2] == fix
+
+
+@pytest.mark.parametrize(
+    ("model_type", "fix"),
+    [
+        ("lama", "did you mean llama?"),
+        ("qqqq", "pip install -U transformers   (a later release may have it)"),
+    ],
+)
+def test_a_model_type_that_transformers_lacks(model_type: str, fix: str) -> None:
+    """In one line: transformers names all of its hundreds."""
+    what, _, named = said(
+        lambda: read_config(validate({"model": {"config": {"model_type": model_type}}}).model)
+    )
+    assert what.startswith(f"model.config has model_type '{model_type}', ") and len(what) < 120
+    assert named == fix
+
+
+def test_transformers_list_of_its_models_is_left_out() -> None:
+    with pytest.raises(ValueError, match="Should contain one of") as caught:
+        AutoConfig.for_model("qqqq")
+    assert reason_of(str(caught.value)) == "Unrecognized model identifier: qqqq"
 
 
 def test_quoted_home(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:

@@ -351,6 +351,17 @@ def test_key_of_another_trainer_is_refused_with_ours(folder: Path, line: str) ->
     with pytest.raises(ConfigError) as caught:
         loading.load("c.yaml", environ={})
     assert [problem.fix for problem in caught.value.problems] == ["did you mean optimizer.lr?"]
+    # The nearest by spelling: eval.every, optimizer.name, train.compile, eval.tasks, dpo.label_smoothing.
+    for name, key in (
+        ("save_every", "checkpoint.every"),
+        ("tokenizer_name", "data.tokenizer"),
+        ("train_file", "data.source"),
+        ("eval_dataset", "eval.source"),
+        ("label_smoothing_factor", "train.label_smoothing"),
+    ):
+        with pytest.raises(ConfigError) as caught:
+            loading.load(overrides=[(name, "1")], environ={})
+        assert caught.value.problems[0].fix == f"did you mean {key}?"
     assert {*ELSEWHERE.values()} <= {*every_key()}
     assert not ELSEWHERE.keys() & {key.rpartition(".")[2] for key in every_key()}
 

@@ -30,11 +30,11 @@ from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM, Pretr
 from transformers.dynamic_module_utils import get_relative_import_files
 from transformers.modeling_rope_utils import RopeParameters
 
-from threefold.config.paths import MODEL_FOLDER, near_folder, refuse_wrong_model
+from threefold.config.paths import refuse_wrong_model
 from threefold.config.schema import EMBEDDED_DEFAULT, Config, ModelConfig
-from threefold.errors import ConfigError, first_line
+from threefold.errors import ConfigError
 from threefold.mesh.mesh import Mesh
-from threefold.model import weight_check
+from threefold.model import config_errors, weight_check
 from threefold.model.context_parallel import attention_choice
 from threefold.model.weight_check import Stored, Weights, readers
 
@@ -71,46 +71,25 @@ def read_config(asked: ModelConfig, *, vocab_size: int | None = None) -> Pretrai
             trust_remote_code=asked.trust_remote_code,
         )
     except (OSError, ValueError, HFValidationError) as error:
-        raise _unreachable(asked.name_or_path, error) from error
+        raise config_errors.unreadable(asked.name_or_path, error) from error
     except Exception as error:  # transformers validates with exceptions of several families
         name = f"the config of {asked.name_or_path!r}"
-        raise _refused(name, error, "the keys and values of its model_type") from error
+        raise config_errors.refused(
+            name, error, "the keys and values of its model_type"
+        ) from error
     weight_check.refuse_quantised(config, name=asked.name_or_path)
     return config
 
 
-def _unreachable(name: str, error: Exception) -> ConfigError:
-    """The error for a model that transformers or the Hub's client could not read."""
-    expected, fix = MODEL_FOLDER, "check the path"
-    if not Path(name).is_dir():
-        expected = "a local folder, or a Hub id that can be reached"
-        fix = "check the name, your connection, and `hf auth login` for gated models"
-        if near := near_folder(Path(name)):
-            fix = f"did you mean the folder {near}? Otherwise {fix}"
-    return ConfigError(
-        f"model.name_or_path = {name!r} cannot be read: {first_line(error)}",
-        expected=expected,
-        fix=fix,
-    )
-
-
-def _refused(what: str, error: Exception, expected: str) -> ConfigError:
-    reason = " ".join(str(error).split())
-    fix = "see the architecture's config page in the transformers documentation"
-    if re.search(r"expected (int|float), got str", reason):
-        fix = "write the number without quotes"
-    return ConfigError(
-        f"{what} is refused by transformers: {reason}", expected=expected, fix=fix
-    )
-
-
 def _config_from_values(values: dict[str, Any]) -> PretrainedConfig:
     model_type = values.pop("model_type")
+    if model_type not in CONFIG_MAPPING:
+        raise config_errors.unknown_type(model_type)
     try:
         config = AutoConfig.for_model(model_type, **values)
         unknown = unknown_keys(model_type, values)
     except Exception as error:
-        raise _refused(
+        raise config_errors.refused(
             "model.config", error, f"the keys and values of the {model_type!r} architecture"
         ) from error
     if unknown:
@@ -281,7 +260,7 @@ def _download(asked: ModelConfig) -> Path:
                 )
             )
         except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
-            raise _unreachable(asked.name_or_path, error) from error
+            raise config_errors.unreadable(asked.name_or_path, error) from error
     if not list(folder.glob("*.safetensors")) and not list(folder.glob("*.bin")):
         raise ConfigError(
             f"model.name_or_path = {asked.name_or_path!r} has a config but no weights",

@@ -353,7 +353,7 @@ def test_a_living_export_is_not_disturbed(run: Path, tmp_path: Path) -> None:
     (tmp_path / "out").mkdir()
     with FileLock(tmp_path / "out" / ".threefold-export"):
         (tmp_path / "out" / ".part-00000").touch()
-        with pytest.raises(ConfigError, match="another export is writing to ") as caught:
+        with pytest.raises(ConfigError, match="another process is writing to ") as caught:
             export(run, tmp_path / "out")
     assert caught.value.problems[0].fix == "--to ANOTHER_FOLDER   (or wait until it has ended)"
     assert (tmp_path / "out" / ".part-00000").exists()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -12,7 +13,7 @@ import torch
 from threefold.config.loading import validate
 from threefold.errors import RunError
 from threefold.export.generation import continued
-from threefold.export.tokenizer_files import byte_tokenizer, save_tokenizer
+from threefold.export.tokenizer_files import byte_tokenizer, save_tokenizer, tokenizer_of
 
 
 class _Model:
@@ -58,3 +59,15 @@ def test_what_was_learnt_ends_where_a_document_does_and_after_conversations_a_tu
     )
     config = validate({"data": {"tokenizer": str(tmp_path / "base")}})
     assert save_tokenizer(checkpoint, config, tmp_path / "to") == ends
+
+
+def test_a_tokenizer_beside_code_asks_nobody_whether_to_run_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    byte_tokenizer().save_pretrained(tmp_path)
+    code = {"model_type": "own", "auto_map": {"AutoConfig": "configuration_own.OwnConfig"}}
+    (tmp_path / "config.json").write_text(json.dumps(code))
+    asked: list[str] = []
+    monkeypatch.setattr("builtins.input", lambda question: asked.append(question) or "n")
+    assert len(tokenizer_of(validate({"data": {"tokenizer": str(tmp_path)}}))) == 257
+    assert asked == []

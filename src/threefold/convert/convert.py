@@ -28,7 +28,7 @@ from threefold.convert.dcp_reader import Foreign, open_dcp
 from threefold.convert.names import Convert, Found, Wanted, find_names
 from threefold.convert.universal import open_universal
 from threefold.errors import CheckpointError, ConfigError
-from threefold.export.model_folder import Exported, export, refuse_filled
+from threefold.export.model_folder import Exported, export, refuse_filled, unfinished
 from threefold.model import load
 from threefold.run.folder import keep_config
 from threefold.run.request import model_of
@@ -98,14 +98,8 @@ def _import(source: Path, to: Path, config: Config, *, weights_alone: bool) -> I
     )
     _refuse_other_twins(foreign, names)
     step = 0 if weights_alone else _step_of(foreign, names, source)
-    made = not to.exists()
-    try:
+    with unfinished(to):
         _write(foreign, names, shapes, to, config, architecture, step=step)
-    except BaseException:
-        shutil.rmtree(to, ignore_errors=True)
-        if not made:
-            to.mkdir()
-        raise
     return Imported(names.program, step, len(names.weights), tuple(names.left_out))
 
 

@@ -42,6 +42,7 @@ from threefold.export.weights import (
     write_weights,
 )
 from threefold.model import lora
+from threefold.model.config_errors import reason_of
 from threefold.model.load import outline, own_code
 from threefold.progress_bars import Bars
 
@@ -108,32 +109,17 @@ def export(
             fix="omit --adapter to write the complete model",
         )
     index = run_state.index_of(checkpoint, ema=ema)
-    made = not to.exists()
-    try:
-        to.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ConfigError(
-            f"{to} cannot be made: {error.strerror}",
-            expected="a folder that this user can write",
-            fix="--to ANOTHER_FOLDER",
-        ) from error
     work = _Export(
         checkpoint, index, to, config, architecture, max_shard_bytes, verify, with_tokenizer
     )
-    with _marked(to):
-        try:
-            return (
-                work.adapter()
-                if adapter
-                else work.merged()
-                if config.model.lora.r
-                else work.weights()
-            )
-        except BaseException:
-            shutil.rmtree(to, ignore_errors=True)
-            if not made:
-                to.mkdir()
-            raise
+    with unfinished(to):
+        return (
+            work.adapter()
+            if adapter
+            else work.merged()
+            if config.model.lora.r
+            else work.weights()
+        )
 
 
 def refuse_filled(to: Path) -> None:
@@ -147,15 +133,27 @@ def refuse_filled(to: Path) -> None:
 
 
 @contextlib.contextmanager
-def _marked(to: Path) -> Iterator[None]:
-    """Marks the folder as unfinished and locks it meanwhile; removes what an export left that was killed."""
+def unfinished(to: Path) -> Iterator[None]:
+    """Makes a folder, marked as unfinished and locked meanwhile; after an error it is as before: empty, or not there.
+
+    What an export left in it that was killed is removed.
+    """
+    made = not to.exists()
+    try:
+        to.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(
+            f"{to} cannot be made: {error.strerror}",
+            expected="a folder that this user can write",
+            fix="--to ANOTHER_FOLDER",
+        ) from error
     lock = FileLock(to / _MARK)
     try:
         lock.acquire(timeout=0)
     except Timeout:
         raise ConfigError(
-            f"another export is writing to {to}",
-            expected="one export for each folder",
+            f"another process is writing to {to}",
+            expected="one at a time for each folder",
             fix="--to ANOTHER_FOLDER   (or wait until it has ended)",
         ) from None
     try:
@@ -166,6 +164,11 @@ def _marked(to: Path) -> Iterator[None]:
                 left.unlink()
         yield
         (to / _MARK).unlink()
+    except BaseException:
+        shutil.rmtree(to, ignore_errors=True)
+        if not made:
+            to.mkdir()
+        raise
     finally:
         lock.release()
 
@@ -346,7 +349,7 @@ def described(
             architecture = read_architecture(values)
     except Exception as error:  # transformers validates with exceptions of several families
         raise CheckpointError(
-            f"transformers has no model for {checkpoint.path}: {' '.join(str(error).split())}",
+            f"transformers has no model for {checkpoint.path}: {reason_of(str(error))}",
             expected="an architecture that the installed transformers supports",
             fix="install the transformers release that trained it; or, if you trust the code of its model's "
             "repository, --trust-remote-code",

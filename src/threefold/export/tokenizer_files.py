@@ -49,7 +49,7 @@ def tokenizer_of(config: Config) -> Any:
     return (
         byte_tokenizer()
         if name == "bytes"
-        else AutoTokenizer.from_pretrained(name, revision=revision)
+        else AutoTokenizer.from_pretrained(name, revision=revision, trust_remote_code=False)
     )
 
 

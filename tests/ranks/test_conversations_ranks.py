@@ -344,9 +344,9 @@ SAMPLED = ("--eval.source", "chat.jsonl", "--eval.every", "2", *PROMPTS, "--log.
 
 
 def samples(run: Path) -> list[dict[str, Any]]:
-    """What was written after the prompts; the sample at the end of a run follows a row of its data."""
+    """What was written after the prompts; the sample at the end of a run takes the place of a row's answer."""
     lines = [json.loads(line) for line in (run / "samples.jsonl").read_text().splitlines()]
-    assert lines[-1]["prompt"] not in ("hi", "b <|end|>")
+    assert lines[-1]["prompt"].endswith("<assistant>")
     return [line for line in lines if line["prompt"] in ("hi", "b <|end|>")]
 
 

@@ -4,9 +4,6 @@ import dataclasses
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-import numpy as np
-
-from threefold.checkpoint.checkpoint_folder import CheckpointFolder
 from threefold.config.schema import DEFAULT_STEPS, EMBEDDED_DEFAULT, value_at
 from threefold.config.yaml_text import as_yaml
 from threefold.data.order.order import last_step
@@ -14,8 +11,7 @@ from threefold.data.rows.concat import Rows
 from threefold.data.rows.known_rows import parts_of, reasons_text, why_cut
 from threefold.data.text.source import no_end_warning
 from threefold.data.tokens import spelled_out
-from threefold.errors import EXIT_FAILED, EXIT_STOPPED_WITH_CHECKPOINT, RunError, shell_word
-from threefold.export.generation import generate_sample
+from threefold.errors import EXIT_FAILED, EXIT_STOPPED_WITH_CHECKPOINT, shell_word
 from threefold.mesh import environment
 from threefold.model.layer_kinds import common_number
 from threefold.optim import build as optimizers
@@ -23,12 +19,10 @@ from threefold.optim.schedule import learning_rate
 from threefold.run.assemble import Built
 from threefold.run.dpo import FOLDER as REFERENCE
 from threefold.run.head import Entry, Head
-from threefold.run.terminal import SAMPLE, Screen
+from threefold.run.terminal import Screen
 from threefold.run.user_objects import name_of
 from threefold.training.loop import Outcome
 
-_FIRST_ROW = np.zeros(1, dtype=np.int64)
-_LARGEST_SAMPLED = 500_000_000
 _NAMED = 3
 _LOOKED_AT = 1 << 14
 
@@ -275,7 +269,9 @@ def conclude(console: Screen, run: Built, outcome: Outcome) -> int:
     if run.mesh.rank != 0:
         return 0
     if run.config.log.sample_tokens and not console.quiet:
-        _show_sample(console, run)
+        from threefold.run.eval_samples import show_sample
+
+        show_sample(console, run)
     loss = f"loss {outcome.loss:.4f}, " if outcome.loss is not None else ""
     console.print(epochs_read(run))
     if (stored := run.loader.ahead) is not None:
@@ -284,31 +280,3 @@ def conclude(console: Screen, run: Built, outcome: Outcome) -> int:
     console.print(f"{done}: {outcome.step} steps, {loss}in {path}")
     console.print(f"export: threefold export {shell_word(path)} --to DIR")
     return 0
-
-
-def _show_sample(console: Screen, run: Built) -> None:
-    if run.num_parameters > _LARGEST_SAMPLED:
-        console.print(
-            f"no sample: {run.num_parameters:,} parameters are too many for one process after training"
-        )
-        return
-    from threefold.run.eval_samples import append_samples
-
-    checkpoint = CheckpointFolder(run.folder.path).newest()
-    assert checkpoint is not None
-    prompt = run.rows.rows(_FIRST_ROW)["input_ids"][0][
-        : max(1, min(48, run.config.data.seq_len // 2))
-    ]
-    try:
-        text = generate_sample(
-            checkpoint, run.tokenizer, prompt.tolist(), num_tokens=run.config.log.sample_tokens
-        )
-    except RunError as error:  # the run is done, and saved
-        console.print(f"no sample: {error}")
-        return
-    begin = run.tokenizer.decode(prompt.tolist())
-    append_samples(
-        run, [{"step": checkpoint.step, "prompt": begin, "text": text.removeprefix(begin)}]
-    )
-    console.print("a sample (the prompt, then what the model wrote):")
-    console.print("\n".join(f"{SAMPLE}{line}" for line in text.splitlines()))

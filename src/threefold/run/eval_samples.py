@@ -6,19 +6,26 @@ All ranks write together, as `Model.generate` does. A replayed step appends its 
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+import numpy as np
+
+from threefold.checkpoint.checkpoint_folder import CheckpointFolder
 from threefold.config.yaml_text import as_yaml
 from threefold.data.chat.formats import Message, RowError
 from threefold.data.chat.labeller import chat_template, encoder_of
+from threefold.data.rows.concat import IGNORED
 from threefold.data.rows.known_rows import parts_of
 from threefold.data.tokens import for_texts
 from threefold.errors import ConfigError, RunError
-from threefold.export.generation import continued
+from threefold.export.generation import continued, generate_sample
 from threefold.jsonl import MetricsFile
 from threefold.run.assemble import Built
 from threefold.run.sources import sources_of
+from threefold.run.terminal import SAMPLE, Screen
 from threefold.training.progress import Progress
 
 FILE = "samples.jsonl"
+_LARGEST_SAMPLED = 500_000_000
+_LONGEST_PROMPT = 256
 _SHOWN = 200
 
 
@@ -57,6 +64,36 @@ class EvalSamples:
             lines.append({"step": step, "prompt": text, "text": written})
             self._say(f"  | {_short(text)} -> {_short(written)}")
         run.mesh.share("samples", lambda: append_samples(run, lines))
+
+
+def show_sample(console: Screen, run: Built) -> None:
+    """Prints what the trained model writes after the beginning of a row, and appends it to RUN/samples.jsonl."""
+    if run.num_parameters > _LARGEST_SAMPLED:
+        console.print(
+            f"no sample: {run.num_parameters:,} parameters are too many for one process after training"
+        )
+        return
+    checkpoint = CheckpointFolder(run.folder.path).newest()
+    assert checkpoint is not None
+    row = run.rows.rows(np.zeros(1, dtype=np.int64))
+    # Before an answer, if there is one.
+    before = int(np.argmax(row["labels"][0] != IGNORED)) + 1
+    if not 1 < before <= _LONGEST_PROMPT:
+        before = max(1, min(48, run.config.data.seq_len // 2))
+    prompt = row["input_ids"][0][:before].tolist()
+    try:
+        text = generate_sample(
+            checkpoint, run.tokenizer, prompt, num_tokens=run.config.log.sample_tokens
+        )
+    except RunError as error:  # the run is done, and saved
+        console.print(f"no sample: {error}")
+        return
+    begin = run.tokenizer.decode(prompt)
+    append_samples(
+        run, [{"step": checkpoint.step, "prompt": begin, "text": text.removeprefix(begin)}]
+    )
+    console.print("a sample (the prompt, then what the model wrote):")
+    console.print("\n".join(f"{SAMPLE}{line}" for line in text.splitlines()))
 
 
 def append_samples(run: Built, lines: list[dict[str, Any]]) -> None:

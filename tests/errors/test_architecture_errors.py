@@ -30,8 +30,8 @@ SPLIT = {
         "attention that is selected by name: it gets the keys of the other cp ranks",
     ),
     "rwkv": (
-        "mesh.cp = 2, but 'rwkv' has layers that carry a state along the sequence (RwkvFeedForward, RwkvSelfAttention)",
-        "attention layers only: a state runs along the whole sequence",
+        "mesh.cp = 2, but 'rwkv' has recurrent layers (RwkvFeedForward, RwkvSelfAttention)",
+        "attention layers only: a recurrent state runs along the whole sequence",
     ),
     "openai-gpt": (
         "mesh.cp = 2, but 'openai-gpt' makes its masks itself, for the tokens that it is given",
@@ -109,7 +109,7 @@ def test_a_batch_with_documents_of_a_model_that_does_not_keep_them_apart() -> No
 
 def test_one_key_for_all_heads_is_not_shared_by_ranks() -> None:
     config = small("gpt_bigcode")
-    found = split_problems("ulysses", config, Topology(cp=2))
+    found = split_problems("ulysses", Topology(cp=2), load.outline(config))
     assert [str(each).splitlines()[0] for each in found] == [
         "mesh.cp_method = ulysses, but the heads of a tp rank do not divide by mesh.cp (2)"
     ]

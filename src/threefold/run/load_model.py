@@ -146,7 +146,7 @@ def _problems(
 ) -> list[Problem]:
     name = asked.model.name_or_path
     problems = plan_problems(architecture, mesh.topology.tp, plan=outline.tp_plan)
-    problems += split_problems(asked.mesh.cp_method, architecture, mesh.topology, outline)
+    problems += split_problems(asked.mesh.cp_method, mesh.topology, outline)
     problems += limits.direction_problems(outline, pretrained=name is not None)
     problems += data_parallel.problems(asked, device=mesh.device.type)
     if asked.model.lora.r and not problems:

@@ -134,7 +134,7 @@ def setup_problems(
     outline = load.outline(architecture, config.model)
     yield from plan_problems(architecture, topology.tp, plan=outline.tp_plan)
     yield from expert_problems(architecture, config.mesh.ep, topology.tp)
-    yield from split_problems(config.mesh.cp_method, architecture, topology, outline)
+    yield from split_problems(config.mesh.cp_method, topology, outline)
     pretrained = config.model.name_or_path is not None
     yield from cp_limits.direction_problems(outline, pretrained=pretrained)
     if config.data.document_mask:

@@ -56,7 +56,7 @@ def problems(trainer: Any) -> Iterator[Problem]:
     mesh, args = mesh_of_rows(), trainer.args
     if mesh is None:
         return
-    yield from split_problems("auto", trainer.model.config, mesh.topology, trainer.model)
+    yield from split_problems("auto", mesh.topology, trainer.model)
     cp = mesh.size("cp")
     kind = type(trainer.model).__name__
     if not kind.endswith("ForCausalLM"):

@@ -9,7 +9,7 @@ from types import CodeType
 from typing import Any
 
 from torch import nn
-from transformers import PretrainedConfig, PreTrainedModel, masking_utils
+from transformers import PreTrainedModel, masking_utils
 
 from threefold.errors import Problem
 from threefold.mesh.topology import Topology
@@ -19,8 +19,6 @@ from threefold.model.context_parallel.recurrence import carriers
 from threefold.model.layer_kinds import heads_of
 from threefold.plan.choices import heads_divide
 
-# Layers that carry a state along the sequence, which neither method keeps.
-_RECURRENT = ("mamba", "rwkv", "linear_attention", "recurrent", "xlstm", "conv", "hybrid")
 _MASKS = {name for name in vars(masking_utils) if "mask" in name.lower()}
 _ALONE = "--mesh.cp 1   (use mesh.dp or mesh.dp_shard instead)"
 _WHOLE_ROWS = "--data.document_mask false"
@@ -54,35 +52,15 @@ def direction_problems(model: Any, *, pretrained: bool) -> list[Problem]:
     return []
 
 
-def split_problems(
-    method: str, config: PretrainedConfig, topology: Topology, model: Any = None
-) -> list[Problem]:
+def split_problems(method: str, topology: Topology, model: Any) -> list[Problem]:
     """Why this architecture's sequences cannot be split as asked; empty if they can.
 
     Args:
-        model: of this config, without storage; its modules say more than its config does.
+        model: without storage.
     """
-    if topology.cp == 1:
-        return []
-    text = config.get_text_config()
-    kinds = [
-        *(getattr(text, "layer_types", None) or ()),
-        *(getattr(text, "layers_block_type", None) or ()),
-    ]
-    carried = sorted(
-        {
-            kind
-            for kind in (config.model_type, *kinds)
-            if any(word in kind for word in _RECURRENT)
-        }
-    )
-    if carried:
-        what = f"mesh.cp = {topology.cp}, but {config.model_type!r} has recurrent layers ({', '.join(carried)})"
-        expected = "attention layers only: a recurrent state runs along the whole sequence"
-        return [Problem(what, expected, "--mesh.cp 1   (use mesh.dp or mesh.tp instead)")]
-    if model is not None and (problems := cp_problems(model, topology)):
+    if problems := cp_problems(model, topology):
         return problems
-    if method == "ulysses" and not heads_divide(heads_of(config), topology):
+    if method == "ulysses" and not heads_divide(heads_of(model.config), topology):
         what = f"mesh.cp_method = ulysses, but the heads of a tp rank do not divide by mesh.cp ({topology.cp})"
         expected = "attention heads and key-value heads that are multiples of mesh.tp x mesh.cp"
         return [
@@ -99,8 +77,8 @@ def cp_problems(model: Any, topology: Topology) -> list[Problem]:
     if kinds := sorted({type(module).__name__ for module in carriers(model)}):
         return [
             Problem(
-                f"{begin} has layers that carry a state along the sequence ({', '.join(kinds)})",
-                "attention layers only: a state runs along the whole sequence",
+                f"{begin} has recurrent layers ({', '.join(kinds)})",
+                "attention layers only: a recurrent state runs along the whole sequence",
                 _ALONE,
             )
         ]

@@ -125,6 +125,31 @@ def test_scores_are_the_harness_own_on_every_mesh(exported: Path) -> None:
             ), sizes
 
 
+def _rolled(folder: str, texts: list[str]) -> list[float]:
+    from lm_eval.api.instance import Instance
+    from transformers import AutoTokenizer
+
+    import threefold
+    from threefold.run import task_scores
+
+    mesh = threefold.init_mesh(device="cpu")
+    model = threefold.load_model(folder, mesh=mesh, seq_len=48, admission="off")
+    scores = task_scores.Scores(model, 48)
+    ours = task_scores.harness_of(scores, AutoTokenizer.from_pretrained(folder))
+    asked = [Instance("loglikelihood_rolling", {}, (text,), 0) for text in texts]
+    theirs: list[float] = _of_harness(Path(folder)).loglikelihood_rolling(
+        asked, disable_tqdm=True
+    )
+    assert ours.loglikelihood_rolling(asked) == pytest.approx(theirs, rel=1e-6)
+    mesh.close()
+    return theirs
+
+
+def test_long_texts_are_scored_window_by_window_as_the_harness_does(exported: Path) -> None:
+    texts = ["a", "hello world", "x" * 130, _sentence(3, 60)]
+    assert len({*run_ranks(_rolled, 1, str(exported), texts)[0]}) == 4
+
+
 def test_a_text_is_cut_where_the_harness_cuts_it_though_scaled_positions_take_more(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -17,6 +17,8 @@ CP = ("bart", "roberta", "llama4", "phi3", "gpt_bigcode")
 # Documents that run alone through layers that are split or sharded, and attention that is the model's own.
 TP = ("qwen3_next", "nemotron_h", "deepseek_v32")
 SHARDED = ("falcon_h1", "mamba2", "rwkv", "bloom")
+# A sink for each head, of which a cp rank then has some.
+BY_HEADS = ("gpt_oss",)
 # Others of the same kinds.
 MORE = {
     "cp": ("llama", "whisper", "gemma3"),
@@ -38,16 +40,15 @@ def _compared(names: tuple[str, ...], axis: str) -> dict[str, list[Difference]]:
     from threefold.training.step import TrainStep, mean_loss
     from unit.test_architectures_alone import rows, small, theirs
 
-    mesh = (
-        init_mesh(2, dp_shard=2, device="cpu")
-        if axis == "dp_shard"
-        else init_mesh(1, **{axis: 2}, device="cpu")
-    )
+    sizes = {"dp_shard": {"dp": 2, "dp_shard": 2}, "tp": {"tp": 2}}.get(axis, {"cp": 2})
+    mesh = init_mesh(**sizes, device="cpu")
+    method = "ulysses" if axis == "cp by heads" else "auto"
     compared = {}
     for name in names:
         asked: dict[str, Any] = {
             "model": {"config": {"model_type": name}},
             "data": {"seq_len": 32},
+            "mesh": {"cp_method": method},
         }
         config, architecture = validate(asked), small(name)
         for mask in ("causal", "documents"):
@@ -90,10 +91,10 @@ def _compared(names: tuple[str, ...], axis: str) -> dict[str, list[Difference]]:
 @pytest.mark.parametrize(
     ("axis", "names"),
     [
-        *(("cp", CP), ("tp", TP), ("dp_shard", SHARDED)),
+        *(("cp", CP), ("cp by heads", BY_HEADS), ("tp", TP), ("dp_shard", SHARDED)),
         *(pytest.param(axis, names, marks=pytest.mark.long) for axis, names in MORE.items()),
     ],
-    ids=["cp", "tp", "dp_shard", "more cp", "more tp", "more dp_shard"],
+    ids=["cp", "cp by heads", "tp", "dp_shard", "more cp", "more tp", "more dp_shard"],
 )
 def test_ranks_compute_what_one_process_does(axis: str, names: tuple[str, ...]) -> None:
     for case, differences in run_ranks(_compared, 2, names, axis)[0].items():

@@ -125,6 +125,32 @@ def test_the_moving_average_is_exported_and_evaluated(folder: Path) -> None:
     )
 
 
+def test_an_average_that_begins_in_a_resumed_run_begins_with_its_weights(folder: Path) -> None:
+    mesh = ("--mesh.dp", "2", "--mesh.dp_shard", "2", "--checkpoint.every", "1")
+    done = command(
+        folder, "train", "config.yaml", *mesh, "--train.steps", "2", "--log.dir", "late"
+    )
+    assert done.returncode == 0, done.stderr
+    averaged = ("--train.steps", "3", "--optimizer.ema", "0.75")
+    assert command(folder, "resume", "late", *averaged).returncode == 0
+    before, after = (
+        (find(path).state, index_of(find(path)).entries)
+        for path in sorted((folder / "late" / "checkpoints").iterdir())[-2:]
+    )
+    for name, entry in before[1].items():
+        if name.startswith("model."):
+            then, now, average = (
+                read_whole(state, each)
+                for state, each in (
+                    (before[0], entry),
+                    (after[0], after[1][name]),
+                    (after[0], after[1]["ema." + name.removeprefix("model.")]),
+                )
+            )
+            torch.testing.assert_close(average, then.lerp(now, 0.25))
+            assert not torch.equal(then, now)
+
+
 def test_a_run_is_evaluated_on_meshes_that_its_optimizer_does_not_train_on(
     tmp_path: Path,
 ) -> None:

@@ -149,10 +149,19 @@ def test_a_module_follows_one_process_and_goes_on_on_another_mesh(
     assert ranks[0][2] == pytest.approx([1e-2 / 16, 1e-3 / 16])
 
 
+def _in_pieces(sizes: dict[str, int], folder: str) -> Any:
+    """Gradients averaged a few at a time, as those of large modules are."""
+    from threefold.training import gradients
+
+    gradients._TOGETHER_BYTES = 64
+    return _train(sizes, folder)
+
+
 def test_what_only_one_rank_uses_has_its_gradient_on_all(tmp_path: Path) -> None:
-    ranks = run_ranks(_train, 2, {"dp": 2}, str(tmp_path))
+    ranks = run_ranks(_train, 2, {"dp": 2}, str(tmp_path / "together"))
     assert "rare.weight" in ranks[0][1] and "unused" not in ranks[0][1]
     assert ranks[0][0] == ranks[1][0]
+    assert run_ranks(_in_pieces, 2, {"dp": 2}, str(tmp_path / "pieces"))[0][0] == ranks[0][0]
 
 
 def _transformers(sizes: dict[str, int], folder: str) -> Any:

@@ -166,15 +166,7 @@ def alone(folder: Path) -> Any:
     return run_ranks(_curves, 1, {}, folder, folder / "alone")[0]
 
 
-# The mesh of all axes is always run, each axis alone with the long cases.
-@pytest.mark.parametrize(
-    "sizes",
-    [
-        pytest.param(each, marks=() if "cp" in each and "tp" in each else pytest.mark.long)
-        for each in MESHES
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize("sizes", MESHES, ids=str)
 def test_every_mesh_follows_one_process(
     sizes: dict[str, int], alone: Any, folder: Path, tmp_path: Path
 ) -> None:

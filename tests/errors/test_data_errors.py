@@ -11,6 +11,7 @@ import os
 import shlex
 import struct
 import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -205,6 +206,13 @@ def test_unknown_extension(folder: Path) -> None:
     assert said(read("c.gz"))[0][2] == (
         "name it after what is inside, as text or rows: cp c.gz c.txt.gz   or   cp c.gz c.jsonl.gz"
     )
+
+
+def test_the_fix_of_a_table_of_another_kind_converts_it(folder: Path) -> None:
+    (folder / "a b.tsv").write_text("text\tid\n" + "some words\t1\n" * 9)
+    [(_, _, fix)] = said(read("a b.tsv"))
+    subprocess.run(["sh", "-c", fix.replace("python", sys.executable)], check=True, timeout=60)
+    read("a b.parquet")()
 
 
 def test_address(folder: Path) -> None:

@@ -610,6 +610,20 @@ def test_step_that_a_run_does_not_save_is_refused_inside_of_it(
     other(rows)
 
 
+@pytest.mark.parametrize(("given", "shown"), [(None, "= None"), (object(), "is a object")])
+def test_schedule_without_a_state_is_refused_by_a_run(
+    given: Any, shown: str, mesh: Any, tmp_path: Path
+) -> None:
+    step = threefold.TrainStep(model_of(mesh))
+    with threefold.Run(tmp_path / "run", mesh=mesh) as run, pytest.raises(ConfigError) as error:
+        run.load(step, schedule=given)
+    assert str(error.value) == (
+        f"schedule {shown}\n"
+        "  expected: a loader, sampler or schedule with state_dict() and load_state_dict()\n"
+        "  fix: leave schedule out"
+    )
+
+
 def test_two_models_learn_by_turns_as_parts_of_one_module_of_a_run(
     mesh: Any, tmp_path: Path
 ) -> None:

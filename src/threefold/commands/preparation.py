@@ -203,7 +203,9 @@ def source_of(arguments: Sequence[str], command: str) -> tuple[Source, Tokenizer
         raise ConfigError(
             f"{lacking} is not given",
             expected="a source, and the tokenizer to read it with",
-            fix=example,
+            fix=example
+            if lacking == "data.source"
+            else "add   --data.tokenizer bytes   (or the id or folder of a model)",
         )
     source = sources_of(config)["data.source"]
     refuse_without_effect([source])

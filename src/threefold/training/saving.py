@@ -556,15 +556,17 @@ def _shown(groups: Iterable[tuple[str, ...]]) -> str:
 
 
 def check_stateful(name: str, value: Any) -> None:
-    """ConfigError unless the value has a state that can be saved, or is None."""
+    """ConfigError unless the value has a state that can be saved; there may be no loader."""
+    is_loader = name == "loader"
     check_argument(
         name,
         value,
-        value is None or (hasattr(value, "state_dict") and hasattr(value, "load_state_dict")),
+        (value is None and is_loader)
+        or (hasattr(value, "state_dict") and hasattr(value, "load_state_dict")),
         expected="a loader, sampler or schedule with state_dict() and load_state_dict()",
-        fix=f"{name} = threefold.distribute({name})",
+        fix=f"{name} = threefold.distribute({name})" if is_loader else f"leave {name} out",
     )
-    if name != "loader":  # to ask a loader may begin a pass
+    if not is_loader:  # to ask a loader may begin a pass
         digests_of({name: value.state_dict()}, 0)
 
 

@@ -10,6 +10,12 @@ from threefold.errors import DataError, shell_word
 
 _UNPACK = {".bz2": "bunzip2 -k", ".xz": "unxz -k", ".zip": "unzip"}
 _UNPACK |= {".tar": "tar xf", ".tgz": "tar xzf"}
+_TABLES = {
+    ".arrow": "import datasets; datasets.Dataset.from_file({!r})",
+    ".feather": "import pandas; pandas.read_feather({!r})",
+    ".tsv": "import pandas; pandas.read_csv({!r}, sep='\\t')",
+    ".xlsx": "import pandas; pandas.read_excel({!r})",
+}
 # By the name of a folder, or the first or last word of a file's.
 _SPLITS = ("train", "test", "validation", "valid", "val", "dev", "eval")
 
@@ -48,6 +54,11 @@ def unknown_kind(source: str, path: Path) -> DataError:
         fix = f"name it after what is inside, as text or rows: {'   or   '.join(inside)}"
     elif suffix in _UNPACK:
         fix = f"{_UNPACK[suffix]} {quoted}"
+    elif suffix in _TABLES:
+        to = str(path.with_suffix(".parquet"))
+        fix = (
+            f"python -c {shell_word(f'{_TABLES[suffix].format(str(path))}.to_parquet({to!r})')}"
+        )
     return DataError(
         f"data.source = {source!r}: files of type {path.suffix or '(no extension)'} are not supported",
         expected=f"one of {listing.KINDS}",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -131,12 +132,25 @@ def test_manifest_without_a_field() -> None:
     )
 
 
+def test_checkpoint_that_a_run_removed_before_it_was_read_is_not_damaged() -> None:
+    """As an evaluation of a run that saves often finds it."""
+    checkpoint = saved()
+    shutil.rmtree(checkpoint.path)
+    assert text(checkpoint.refuse_damage) == problem(
+        "run/checkpoints/step-00000005 has been removed meanwhile",
+        "a checkpoint that is kept: a run keeps its newest ones and its best",
+        "run the same command again, which takes the newest   (or a larger checkpoint.keep)",
+    )
+
+
 @pytest.mark.parametrize("asked", [True, False])
 def test_no_undamaged_checkpoint(asked: bool) -> None:
     passed = [
         (Checkpoint(Path(f"run/checkpoints/step-{step:08d}"), step), f"reason {step}")
         for step in (6, 5)
     ]
+    for checkpoint, _ in passed:
+        checkpoint.path.mkdir(parents=True)
     folder = RunFolder(Path("run"), None, tuple(checkpoint for checkpoint, _ in passed), asked)
     expected = (
         problem(

@@ -371,7 +371,13 @@ def checkpoint_at(path: Path) -> Checkpoint:
 
 
 def damaged(checkpoint: Checkpoint, reason: str) -> CheckpointError:
-    """Returns the error for a requested checkpoint that is damaged."""
+    """Returns the error for a requested checkpoint that is damaged, or that a run which continues has removed."""
+    if not checkpoint.path.exists():
+        return CheckpointError(
+            f"{checkpoint.path} has been removed meanwhile",
+            expected="a checkpoint that is kept: a run keeps its newest ones and its best",
+            fix="run the same command again, which takes the newest   (or a larger checkpoint.keep)",
+        )
     return CheckpointError(
         f"the checkpoint {checkpoint.path} is damaged: {reason}",
         expected="the files as they were written, with the recorded sizes and checksums",

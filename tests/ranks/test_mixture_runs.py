@@ -42,6 +42,16 @@ def test_mixture_goes_on_on_another_mesh(tmp_path: Path) -> None:
         assert line["loss"] == pytest.approx(expected[step]["loss"], abs=1e-4)
 
 
+def test_sources_of_the_same_rows_are_named(tmp_path: Path) -> None:
+    prepare(tmp_path)
+    config = (tmp_path / "config.yaml").read_text()
+    twice = MIXTURE.replace("part-[012].txt", "part-*.txt").replace("part-3.txt", "*.txt")
+    (tmp_path / "config.yaml").write_text(config.replace("source: corpus", f"mixture: {twice}"))
+    done = command(tmp_path, "train", "config.yaml", "--mesh.dp", "1", "--train.steps", "1")
+    assert done.returncode == 0, done.stderr
+    assert "warning: most and rest are the same rows, read once for each" in done.stdout
+
+
 def test_weights_as_numbers_of_tokens_are_kept_and_said(tmp_path: Path) -> None:
     prepare(tmp_path)
     config, weights = (

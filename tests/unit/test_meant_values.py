@@ -26,6 +26,8 @@ NAMED = [
     ("train.steps", "500.0", 500),
     ("train.steps", "1.5K", 1500),
     ("data.seq_len", "4k", 4096),
+    ("train.timeout_s", "30m", 1800),
+    ("log.stall_s", "2 h", 7200),
     ("data.seq_len", "128K", 131072),
     ("train.compile", "yes", True),
     ("train.compile", "Off", False),

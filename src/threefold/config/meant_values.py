@@ -39,6 +39,7 @@ _ALIASES: dict[str, dict[str, Any]] = {
     "data.packing": {"true": "best_fit", "false": "none"},
 }
 _UNITS = {"": 1, "%": 100, "k": 1e-3}
+_SECONDS = {"s": 1, "m": 60, "min": 60, "h": 3600, "d": 86_400}
 # Of which something is lost on the way, and what.
 _NOT_THERE = {"half", "fp16", "float16", "f16"}
 
@@ -98,6 +99,8 @@ def _guesses(key: str, value: Any, choices: list[str]) -> Iterator[Any]:
             yield number
         if isinstance(value, str) and (decimal := _decimal(value)) is not None:
             yield decimal
+    if key.endswith("_s") and (match := re.fullmatch(r"(\d+)_?(s|m|min|h|d)", spelled)):
+        yield int(match[1]) * _SECONDS[match[2]]
     if spelled in _YES_NO:
         yield _YES_NO[spelled]
     by_spelling = {_spelled(choice): choice for choice in choices}

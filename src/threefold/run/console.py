@@ -8,7 +8,7 @@ from threefold.config.schema import DEFAULT_STEPS, EMBEDDED_DEFAULT, value_at
 from threefold.config.yaml_text import as_yaml
 from threefold.data.order.order import last_step
 from threefold.data.rows.concat import Rows
-from threefold.data.rows.known_rows import parts_of, reasons_text, why_cut
+from threefold.data.rows.known_rows import SourceRows, parts_of, reasons_text, why_cut
 from threefold.data.text.source import no_end_warning
 from threefold.data.tokens import spelled_out
 from threefold.errors import EXIT_FAILED, EXIT_STOPPED_WITH_CHECKPOINT, shell_word
@@ -133,6 +133,16 @@ def without_end(rows: Rows) -> bool:
     return any(mask is not None and mask.end == "missing" for mask in masks)
 
 
+def _same_rows(parts: Sequence[SourceRows]) -> Iterator[Entry]:
+    """Sources of a mixture that are one, by its rows."""
+    same: dict[str, list[str]] = {}
+    for part in parts:
+        same.setdefault(part.rows.fingerprint, []).append(part.name)
+    for names in same.values():
+        if len(names) > 1:
+            yield "", f"warning: {' and '.join(names)} are the same rows, read once for each"
+
+
 def _notes(run: Built) -> Iterator[Entry]:
     """Further facts about data and loss."""
     parts = parts_of(run.rows)
@@ -146,6 +156,7 @@ def _notes(run: Built) -> Iterator[Entry]:
             if spelled := ", ".join(spelled_out(run.tokenizer, begin)[:_NAMED]):
                 kept = f"{source}{spelled} in a text stays text. As control tokens"
                 yield "", f"warning: {kept}: --data.control_tokens ids"
+    yield from _same_rows(parts)
     if without_end(run.rows):
         yield "", no_end_warning(run.config.data.chat_template or run.tokenizer.name)
     # Held-out rows that are also trained on: on those the evaluation measures memorisation.

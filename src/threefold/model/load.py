@@ -83,7 +83,7 @@ def read_config(asked: ModelConfig, *, vocab_size: int | None = None) -> Pretrai
 
 def _config_from_values(values: dict[str, Any]) -> PretrainedConfig:
     model_type = values.pop("model_type")
-    if model_type not in CONFIG_MAPPING:
+    if str(model_type) not in CONFIG_MAPPING:
         raise config_errors.unknown_type(model_type)
     try:
         config = AutoConfig.for_model(model_type, **values)

@@ -18,8 +18,8 @@ OBJECTS = """
 import torch.nn.functional as F
 
 class Watch:
-    def __init__(self, stop_at=None, fail_at=None):
-        self.stop_at, self.fail_at = stop_at, fail_at
+    def __init__(self, stop_at=None, fail_at=None, mistake=KeyError("a mistake of mine")):
+        self.stop_at, self.fail_at, self.mistake = stop_at, fail_at, mistake
 
     def note(self, name, facts):
         with open("hooks.txt", "a") as file:
@@ -30,7 +30,7 @@ class Watch:
     def on_step(self, facts):
         self.note("step", facts)
         if facts.step == self.fail_at:
-            raise KeyError("a mistake of mine")
+            raise self.mistake
         return facts.step == self.stop_at
 
     def on_eval(self, facts):
@@ -175,6 +175,21 @@ def test_hook_that_raises_ends_the_run_once_and_clearly(tmp_path: Path) -> None:
         == 1
     )
     assert "objects.py, line 17" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("mistake", "how"),
+    [
+        ("OSError(28, 'No space left on device')", "disk"),
+        ("MemoryError()", "memory"),
+        ("OSError(5, 'Input/output error')", "error"),
+    ],
+)
+def test_what_a_hook_lacks_is_in_the_journal(tmp_path: Path, mistake: str, how: str) -> None:
+    body = f"threefold.train(config(), dataset=ROWS, callbacks=[Watch(fail_at=1, mistake={mistake})])"
+    assert program(tmp_path, body).returncode == 1
+    journal = (tmp_path / "run" / "journal.jsonl").read_text().splitlines()
+    assert json.loads(journal[-1])["how"] == how
 
 
 def test_loss_of_one_s_own_on_every_mesh_and_in_the_evaluation(tmp_path: Path) -> None:

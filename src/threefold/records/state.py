@@ -17,7 +17,7 @@ _ENDS = ("start", "stop", "done", "ending")
 # In the words of `Ending.how`; any other is an error.
 _HOW = {
     "signal": "ended by {signal}",
-    "memory": "killed for lack of memory",
+    "memory": "ended for lack of memory",
     "exit": "left with exit code {code}",
     "gone": "gone without a message",
     "lost": "lost its connection to another rank",

@@ -156,7 +156,10 @@ def note_error(error: BaseException, rank: int, watch: Watchdog) -> None:
 def _how(error: BaseException) -> str:
     """What an error concerns, as a word of `Ending`; errors of ours carry it."""
     match error:
-        case ThreefoldError(how=how) if how != "error" or error.__cause__ is None:
+        case ThreefoldError(how="error", __cause__=BaseException() as cause):
+            how = _how(cause)
+            return "error" if how == "exception" else how
+        case ThreefoldError(how=how):
             return how
         case OSError() if error.errno in NO_SPACE:
             return "disk"
@@ -164,4 +167,4 @@ def _how(error: BaseException) -> str:
             return "device"
         case MemoryError():
             return "memory"
-    return "error" if isinstance(error, ThreefoldError) else "exception"
+    return "exception"

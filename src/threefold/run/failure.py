@@ -153,12 +153,11 @@ def note_error(error: BaseException, rank: int, watch: Watchdog) -> None:
     watch.note(ending)
 
 
-def _how(error: BaseException) -> str:
+def _how(error: BaseException | None) -> str:
     """What an error concerns, as a word of `Ending`; errors of ours carry it."""
     match error:
-        case ThreefoldError(how="error", __cause__=BaseException() as cause):
-            how = _how(cause)
-            return "error" if how == "exception" else how
+        case ThreefoldError(how="error") if (how := _how(error.__cause__)) != "exception":
+            return how
         case ThreefoldError(how=how):
             return how
         case OSError() if error.errno in NO_SPACE:

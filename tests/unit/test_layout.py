@@ -141,6 +141,27 @@ def test_prune_keeps_the_best(checkpoints: CheckpointFolder) -> None:
     assert steps(checkpoints) == [5, 6]
 
 
+def test_prune_keeps_what_a_damaged_manifest_does_not_show_to_be_the_runs(
+    checkpoints: CheckpointFolder,
+) -> None:
+    own = Identity.new()
+    own.write(checkpoints.path.parent)
+    for step in (1, 2, 3):
+        checkpoints.begin(step)
+        checkpoints.commit(step, asdict(own.author))
+    (checkpoints.path / "step-00000001" / "manifest.json").write_text("{")
+    checkpoints.prune(1)
+    assert steps(checkpoints) == [1, 3]
+
+
+def test_prune_removes_the_older_of_a_loop_without_a_run(checkpoints: CheckpointFolder) -> None:
+    for step in (1, 2, 3):
+        checkpoints.begin(step)
+        checkpoints.commit(step, {})
+    checkpoints.prune(1)
+    assert steps(checkpoints) == [3]
+
+
 def test_prune_removes_what_broken_saves_left_and_nothing_that_is_being_copied(
     checkpoints: CheckpointFolder,
 ) -> None:

@@ -12,7 +12,7 @@ import io
 import pickle
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
 from types import MappingProxyType
 from typing import Any, NamedTuple, Protocol
@@ -20,7 +20,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from threefold.checkpoint.tensor_index import Box, Chunk, Entry, Index
+from threefold.checkpoint.tensor_index import Box, Chunk, Entry
 from threefold.checkpoint.tensors import TYPE_NAMES, index_of_dcp, read_whole
 from threefold.errors import CheckpointError, first_line
 
@@ -75,34 +75,32 @@ def _is_dcp(folder: Path) -> bool:
 
 
 @dataclass(frozen=True)
-class _Safetensors:
+class _Indexed:
     folder: Path
-    index: Index
+    entries: Mapping[str, Entry]
     others: tuple[str, ...] = ()
-
-    @classmethod
-    def open(cls, folder: Path) -> _Safetensors:
-        return cls(folder, index_of_dcp(folder))
 
     @property
     def tensors(self) -> Mapping[str, TensorFormat]:
         return {
-            name: TensorFormat(entry.dtype, entry.shape)
-            for name, entry in self.index.entries.items()
+            name: TensorFormat(entry.dtype, entry.shape) for name, entry in self.entries.items()
         }
 
+
+class _Safetensors(_Indexed):
+    @classmethod
+    def open(cls, folder: Path) -> _Safetensors:
+        return cls(folder, index_of_dcp(folder).entries)
+
     def read(self, name: str) -> Tensor:
-        return read_whole(self.folder, self.index.entries[name])
+        return read_whole(self.folder, self.entries[name])
 
 
 @dataclass(frozen=True)
-class _Native:
+class _Native(_Indexed):
     """`lengths`: bytes of each chunk's file that hold it, by (file, first byte)."""
 
-    folder: Path
-    entries: Mapping[str, Entry]
-    lengths: Mapping[tuple[str, int], int]
-    others: tuple[str, ...]
+    lengths: Mapping[tuple[str, int], int] = field(default_factory=dict)
 
     @classmethod
     def open(cls, folder: Path) -> _Native:
@@ -113,12 +111,6 @@ class _Native:
             raise
         except Exception as error:  # a pickle can fail in any way
             raise _unreadable(folder / METADATA, error) from error
-
-    @property
-    def tensors(self) -> Mapping[str, TensorFormat]:
-        return {
-            name: TensorFormat(entry.dtype, entry.shape) for name, entry in self.entries.items()
-        }
 
     def read(self, name: str) -> Tensor:
         entry = self.entries[name]
@@ -293,7 +285,7 @@ def _described(folder: Path, metadata: Any) -> _Native:
         entries[name] = entry = Entry(str(dtype), tuple(record["size"]), own)
         if (problem := entry.problem()) is not None:
             raise ValueError(f"{name}: {problem}")
-    return _Native(folder, entries, lengths, tuple(others))
+    return _Native(folder, entries, tuple(others), lengths)
 
 
 def _unreadable(path: Path, error: Exception, name: str = "") -> CheckpointError:

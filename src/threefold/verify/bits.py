@@ -22,14 +22,13 @@ from threefold.model.data_parallel import device_of
 from threefold.model.model import Model
 from threefold.optim.schedule import learning_rate
 from threefold.plan import choices
-from threefold.run import assemble, request
+from threefold.run import assemble
 from threefold.run.process import as_rank, compute_alike
-from threefold.run.sources import with_packing
 from threefold.training.batches import micro_batches, with_noise
 from threefold.training.forward import token_loss_of
 from threefold.training.numbers import mean_loss
 from threefold.training.step import TrainStep
-from threefold.verify.rank import cut
+from threefold.verify.rank import opened
 from threefold.verify.verdict import VerifyOptions
 
 # Of one step: `loss`, `gradient norm`, and in `weights` the SHA-256 of each tensor after it, in the model's order, or
@@ -76,13 +75,7 @@ def steps_on(mesh: Mesh, config: Config, options: VerifyOptions) -> list[Step]:
     """The first steps of a run on an existing mesh; every rank calls it."""
     compute_alike(config)
     config = choices.with_dtype(config.with_rate(config.peak_rate[0]), device_of(mesh))
-    tokenizer, architecture = request.model_of(config)
-    config, architecture = cut(config, architecture, options)
-    config = with_packing(config, mesh)
-    request.check(config, architecture, tokenizer, mesh.topology, device=mesh.device.type)
-    rows = assemble.rows_of(
-        config, tokenizer, mesh, vocab_size=architecture.get_text_config().vocab_size
-    )
+    config, architecture, rows = opened(config, mesh, options)
     model = build(config, architecture, mesh)
     train = config.train
     optimizer = assemble.optimizer_of(config, model)

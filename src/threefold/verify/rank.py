@@ -28,6 +28,7 @@ from threefold.checkpoint.manifest import architecture_of, with_infinities
 from threefold.config.loading import validate
 from threefold.config.paths import tokenizer_name
 from threefold.config.schema import Config
+from threefold.data.rows.concat import Rows
 from threefold.data.sampling.loader import TokenLoader
 from threefold.errors import EXIT_FAILED
 from threefold.jsonl import as_json
@@ -96,16 +97,10 @@ def _as_compared(config: Config, topology: Topology) -> Config:
 def verify_on(mesh: Mesh, config: Config, options: VerifyOptions) -> Verification:
     """Compares an existing mesh with one process; the result is complete on rank 0. Every rank calls it."""
     config = _as_compared(config.with_rate(config.peak_rate[0]), mesh.topology)
-    tokenizer, architecture = request.model_of(config)
-    config, architecture = cut(config, architecture, options)
-    config = with_packing(config, mesh)
-    request.check(config, architecture, tokenizer, mesh.topology, device=mesh.device.type)
+    config, architecture, rows = opened(config, mesh, options)
     verification = Verification()
     if options.admission:
         verification.admitted, verification.admission = _admission(config, architecture, mesh)
-    rows = assemble.rows_of(
-        config, tokenizer, mesh, vocab_size=architecture.get_text_config().vocab_size
-    )
     observed = config.train.global_batch // mesh.dp_size
 
     def alone() -> list[list[float]]:
@@ -187,7 +182,23 @@ def _admission(config: Config, architecture: PretrainedConfig, mesh: Mesh) -> tu
         return False, str(error)
 
 
-def cut(
+def opened(
+    config: Config, mesh: Mesh, options: VerifyOptions
+) -> tuple[Config, PretrainedConfig, Rows]:
+    """The request that the options leave of a run's, checked, with its rows; every rank calls it."""
+    tokenizer, architecture = request.model_of(config)
+    config, architecture = _cut(config, architecture, options)
+    config = with_packing(config, mesh)
+    request.check(config, architecture, tokenizer, mesh.topology, device=mesh.device.type)
+    vocab_size = architecture.get_text_config().vocab_size
+    return (
+        config,
+        architecture,
+        assemble.rows_of(config, tokenizer, mesh, vocab_size=vocab_size),
+    )
+
+
+def _cut(
     config: Config, architecture: PretrainedConfig, options: VerifyOptions
 ) -> tuple[Config, PretrainedConfig]:
     """The model with as many layers, and of such weights, as the options say."""

@@ -360,13 +360,14 @@ def _drifts(run: Lookback) -> Iterator[Anomaly]:
 
 
 def _changes(run: Lookback) -> Iterator[Anomaly]:
-    for event in run.events:
-        step = event.get("step")
-        if (
-            event.get("event") == "start"
-            and isinstance(step, int)
-            and (changed := _changed_text(event))
-        ):
+    # Of several starts from one step, the last one has made the steps that count.
+    starts = {
+        event["step"]: event
+        for event in run.events
+        if event.get("event") == "start" and isinstance(event.get("step"), int)
+    }
+    for step, event in starts.items():
+        if changed := _changed_text(event):
             yield Anomaly(
                 "changed",
                 [step + 1],

@@ -89,6 +89,18 @@ def test_other_stores_have_nothing_in_common(tmp_path: Path) -> None:
     ]
 
 
+def test_all_findings_are_a_line_each(tmp_path: Path) -> None:
+    draws = random.Random(3)
+    documents: Documents = [
+        ([draws.randrange(60_000) for _ in range(70)], [True] * 70) for _ in range(3)
+    ]
+    store = store_of(tmp_path / "a", documents)
+    assert [*overlap({"source": store}, store).lines()] == [
+        "3 of 3 held-out documents trained on, token for token:\n  document 0 (document 0 of source)\n"
+        "  document 1 (document 1 of source)\n  document 2 (document 2 of source)"
+    ]
+
+
 def test_what_is_not_compared_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     draws = random.Random(1)
     store = store_of(

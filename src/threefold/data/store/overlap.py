@@ -72,7 +72,7 @@ class Overlap:
         return {**asdict(self), "exact": exact, "alike": alike}
 
     def lines(self, named: int | None = None) -> Iterator[str]:
-        """The findings, some by name, or that there are none; and how much was compared, if not everything."""
+        """The findings, some by name or all, a line each, or that there are none; and how much was compared."""
         of, how = f"of {self.num_documents:,} held-out documents", ""
         if self.share_read < 1 or self.step > 1:
             spans = f", 1 in {self.step} spans" * (self.step > 1)
@@ -82,12 +82,14 @@ class Overlap:
             (self.alike, f"trained on in part, {SPAN} consecutive tokens or more"),
         ):
             if matches:
-                texts = "; ".join(
+                between = "\n  " if named is None and len(matches) > 1 else "; "
+                texts = between.join(
                     f"document {each.document:,} (document {each.trained_document:,} of {each.source}"
                     + (f", {each.num_tokens:,} tokens)" if each.num_tokens else ")")
                     for each in matches[:named]
                 )
-                yield f"{len(matches):,} {of} {what}: {texts}{'; ...' * (len(matches) > len(matches[:named]))}{how}"
+                more = "; ..." * (len(matches) > len(matches[:named]))
+                yield f"{len(matches):,} {of} {what}:{between.strip(';')}{texts}{more}{how}"
         if not self.exact and not self.alike:
             yield f"none {of}, nor {SPAN} consecutive tokens of one, is trained on{how}"
 

@@ -152,6 +152,24 @@ def test_accelerate_s_two_folders_become_a_run_that_goes_on(model: Any, tmp_path
 
 
 @pytest.mark.ranks
+def test_lightning_s_moments_have_a_shorter_prefix_than_its_weights(
+    model: Any, tmp_path: Path
+) -> None:
+    """The model is an attribute of a LightningModule, whose state is one of two entries."""
+    weights = dict(model.state_dict())
+    in_module = {f"model.{name}": values for name, values in moments_of(weights).items()}
+    groups = [{"lr": 1e-3, "params": list(in_module)}]
+    saved = {
+        "model": {f"model.{name}": values for name, values in weights.items()},
+        "optimizer_0": {"state": in_module, "param_groups": groups},
+    }
+    dcp.save(saved, checkpoint_id=tmp_path / "step=3.ckpt", no_dist=True)
+    done = imported(tmp_path / "step=3.ckpt", tmp_path / "run", tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert_equal(held(tmp_path / "run"), expected(weights))
+
+
+@pytest.mark.ranks
 def test_first_step_is_that_of_torch_s_adamw(model: Any, tmp_path: Path) -> None:
     """The moments are used as AdamW left them: one more step equals torch's own."""
     weights = dict(model.state_dict())

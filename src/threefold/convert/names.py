@@ -249,8 +249,10 @@ def _moments_of(
     """Each moment's entries by the weights' names, and what converts them to this program's; empty without any."""
     entries: dict[str, dict[str, tuple[str, Convert]]] = {moment: {} for moment in MOMENTS}
     strange = []
+    # Under a prefix that may be another than that of the weights: Lightning's is shorter.
+    _, own_names = _best({entry: plain for entry, (_, plain) in moments.items()}, wanted)
     for entry, (moment, plain) in moments.items():
-        own = _in_entry(plain, names, wanted)
+        own = _in_entry(plain, (names, own_names), wanted)
         shapes = [wanted.weights[name] for name in own]
         whole = (sum(shape[0] for shape in shapes), *shapes[0][1:]) if shapes else None
         allowed = [(), (1,)] if moment == "step" else [whole]
@@ -284,12 +286,14 @@ def _moments_of(
     return entries
 
 
-def _in_entry(plain: str, names: Callable[[str], str], wanted: Wanted) -> dict[str, Convert]:
+def _in_entry(
+    plain: str, ways: Sequence[Callable[[str], str]], wanted: Wanted
+) -> dict[str, Convert]:
     """The trained weights whose moment an entry is, with what takes each one's part out of it."""
     if (fused := _FUSED.match(plain)) is None:
-        return {name: _same for name in (names(plain), plain) if name in wanted.trained}
+        return {way(plain): _same for way in ways if way(plain) in wanted.trained}
     parts: dict[str, Convert] = {
-        names(f"{fused[1]}w{kind}.{fused[2]}"): partial(_part, kind, wanted.heads)
+        ways[0](f"{fused[1]}w{kind}.{fused[2]}"): partial(_part, kind, wanted.heads)
         for kind in "qkv"
     }
     return parts if parts.keys() <= wanted.trained else {}

@@ -139,7 +139,7 @@ def test_checkpoint_that_a_run_removed_before_it_was_read_is_not_damaged() -> No
     assert text(checkpoint.refuse_damage) == problem(
         "run/checkpoints/step-00000005 has been removed meanwhile",
         "a checkpoint that is kept: a run keeps its newest ones and its best",
-        "run the same command again, which takes the newest   (or a larger checkpoint.keep)",
+        "one of ls run/checkpoints   (the run's folder alone means its newest)",
     )
 
 

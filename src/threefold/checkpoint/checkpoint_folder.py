@@ -376,7 +376,7 @@ def damaged(checkpoint: Checkpoint, reason: str) -> CheckpointError:
         return CheckpointError(
             f"{checkpoint.path} has been removed meanwhile",
             expected="a checkpoint that is kept: a run keeps its newest ones and its best",
-            fix="run the same command again, which takes the newest   (or a larger checkpoint.keep)",
+            fix=f"one of ls {checkpoint.path.parent}   (the run's folder alone means its newest)",
         )
     return CheckpointError(
         f"the checkpoint {checkpoint.path} is damaged: {reason}",

@@ -12,7 +12,7 @@ import io
 import pickle
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from types import MappingProxyType
 from typing import Any, NamedTuple, Protocol
@@ -78,7 +78,7 @@ def _is_dcp(folder: Path) -> bool:
 class _Indexed:
     folder: Path
     entries: Mapping[str, Entry]
-    others: tuple[str, ...] = ()
+    others: tuple[str, ...]
 
     @property
     def tensors(self) -> Mapping[str, TensorFormat]:
@@ -90,7 +90,7 @@ class _Indexed:
 class _Safetensors(_Indexed):
     @classmethod
     def open(cls, folder: Path) -> _Safetensors:
-        return cls(folder, index_of_dcp(folder).entries)
+        return cls(folder, index_of_dcp(folder).entries, ())
 
     def read(self, name: str) -> Tensor:
         return read_whole(self.folder, self.entries[name])
@@ -100,7 +100,7 @@ class _Safetensors(_Indexed):
 class _Native(_Indexed):
     """`lengths`: bytes of each chunk's file that hold it, by (file, first byte)."""
 
-    lengths: Mapping[tuple[str, int], int] = field(default_factory=dict)
+    lengths: Mapping[tuple[str, int], int]
 
     @classmethod
     def open(cls, folder: Path) -> _Native:

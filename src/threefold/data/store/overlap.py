@@ -82,14 +82,15 @@ class Overlap:
             (self.alike, f"trained on in part, {SPAN} consecutive tokens or more"),
         ):
             if matches:
-                between = "\n  " if named is None and len(matches) > 1 else "; "
+                apart = named is None and len(matches) > 1
+                between = "\n  " if apart else "; "
                 texts = between.join(
                     f"document {each.document:,} (document {each.trained_document:,} of {each.source}"
                     + (f", {each.num_tokens:,} tokens)" if each.num_tokens else ")")
                     for each in matches[:named]
                 )
                 more = "; ..." * (len(matches) > len(matches[:named]))
-                yield f"{len(matches):,} {of} {what}:{between.strip(';')}{texts}{more}{how}"
+                yield f"{len(matches):,} {of} {what}:{between if apart else ' '}{texts}{more}{how}"
         if not self.exact and not self.alike:
             yield f"none {of}, nor {SPAN} consecutive tokens of one, is trained on{how}"
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shlex
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -501,8 +502,26 @@ def test_config_file_names_the_source() -> None:
     assert shown("--data.source", "store", "--data.tokenizer", "bytes") == tokens_of(
         shown(*CHATS)
     )
-    with pytest.raises(ConfigError, match=r"data\.mixture = a with `threefold data show`"):
-        data("show", "--data.mixture", "{a: {source: c.jsonl, weight: 1}}")
+    Path("mixture.yaml").write_text("data: {mixture: {a: {source: c.jsonl, weight: 1}}}\n")
+    mixture = ("mixture.yaml", *NAMED)
+    with pytest.raises(
+        ConfigError, match=r"data\.mixture = a with `threefold data show`"
+    ) as error:
+        data("show", *mixture)
+    meant = shlex.split(error.value.problems[0].fix)
+    assert data("show", *mixture, *meant) == data("show", *CHATS)
+
+
+def test_config_that_a_run_takes_is_shown_and_prepared() -> None:
+    """Without a tokenizer a model of random weights reads bytes."""
+    write("words.jsonl", [{"text": "some words"}])
+    Path("job.yaml").write_text("data: {source: words.jsonl}\n")
+    assert "| [[some words" in data("show", "job.yaml")
+    assert "11 tokens in 1 documents (bytes)" in data("prepare", "job.yaml", "--to", "store")
+    with pytest.raises(ConfigError, match=r"data\.tokenizer is not given") as error:
+        data("show", "--data.source", "words.jsonl")
+    meant = shlex.split(re.split(r" {3}\(", error.value.problems[0].fix)[0])
+    assert data("show", "--data.source", "words.jsonl", *meant) == data("show", "job.yaml")
 
 
 def test_errors_of_requests() -> None:

@@ -13,6 +13,7 @@ from threefold.commands.arguments import is_address, load_config, split
 from threefold.commands.show_rows import warn_of_no_end
 from threefold.config.dropped import DROPPED
 from threefold.config.schema import DataConfig
+from threefold.config.yaml_text import pasted
 from threefold.data.chat.labeller import labeller_for
 from threefold.data.store import parts_proof
 from threefold.data.store import prepare as stores
@@ -186,27 +187,26 @@ def refuse_flags(arguments: Sequence[str], command: str) -> None:
 
 
 def source_of(arguments: Sequence[str], command: str) -> tuple[Source, Tokenizer]:
-    """The source and the tokenizer of a config; a ConfigError unless both are given."""
-    loaded = load_config(arguments)
+    """The source and the tokenizer of a config file, or of a command that gives both."""
+    loaded, (path, _) = load_config(arguments), split(arguments)
     config = loaded.config
-    example = f"threefold data {command} --data.source chat.jsonl --data.tokenizer bytes"
     if config.data.mixture is not None:
+        first = next(iter(config.data.mixture.values())).source
         raise ConfigError(
             f"data.mixture = {', '.join(config.data.mixture)} with `threefold data {command}`",
             expected="one source at a time",
-            fix=example,
+            fix=f"--data.mixture null --data.source {pasted(first)}",
         )
-    if "data.source" not in loaded.origins or not (
-        config.data.tokenizer or config.model.name_or_path
-    ):
-        lacking = "data.source" if "data.source" not in loaded.origins else "data.tokenizer"
-        raise ConfigError(
-            f"{lacking} is not given",
-            expected="a source, and the tokenizer to read it with",
-            fix=example
-            if lacking == "data.source"
-            else "add   --data.tokenizer bytes   (or the id or folder of a model)",
-        )
+    needed = {"data.source": "FILE_OR_FOLDER"}
+    if not config.model.name_or_path:
+        needed["data.tokenizer"] = "bytes   (or that of a model)"
+    for key, value in needed.items():
+        if path is None and key not in loaded.origins:
+            raise ConfigError(
+                f"{key} is not given",
+                expected="a source, and the tokenizer to read it with, or a config file",
+                fix=f"--{key} {value}",
+            )
     source = sources_of(config)["data.source"]
     refuse_without_effect([source])
     return source, tokenizer_of(config)

@@ -318,23 +318,15 @@ def test_resume_from_a_checkpoint_that_is_one_step_off_is_refused(folder: Path) 
 
 def test_range_that_is_done_is_refused(folder: Path) -> None:
     shutil.copytree(folder / "run", folder / "late")
-    more = (
-        "train",
-        "config.yaml",
-        "--log.dir",
-        "late",
-        "--mesh.dp",
-        "1",
-        "--train.steps",
-        "13",
-        "--data.skip",
-    )
-    refused = command(folder, *more, "[[5, 6]]")
-    assert refused.returncode == 2
-    assert refused.stderr.startswith(
-        "data.skip has [5, 6], but step 5 is done: the run resumes with step 13\n"
-    )
-    done = command(folder, *more, "[[11, 12]]")
+    more = ("train", "config.yaml", "--log.dir", "late", "--mesh.dp", "1")
+    # Also where no step is left.
+    for steps in ("13", "12"):
+        refused = command(folder, *more, "--train.steps", steps, "--data.skip", "[[5, 6]]")
+        assert refused.returncode == 2
+        assert refused.stderr.startswith(
+            "data.skip has [5, 6], but step 5 is done: the run resumes with step 13\n"
+        )
+    done = command(folder, *more, "--train.steps", "13", "--data.skip", "[[11, 12]]")
     assert done.returncode == 0, done.stderr
     assert command(folder, "data", "audit", "late").returncode == 0
 

@@ -133,6 +133,7 @@ def _train(loaded: LoadedConfig, mesh: Mesh, why: str, watch: Watchdog) -> int:
                 say=console.print,
                 enter=enter,
             )
+            built.loader.leave_out(config.data.skip, first_step=built.done + 1)
             enter("admission at full size")
             full_size = _admit_full_size(built) if built.done < built.num_steps else ()
             enter("the start")
@@ -217,7 +218,6 @@ def _accept(console: Screen, run: Run, built: Built, head: Head) -> None:
     config = built.config
     folder = built.folder.path
     files = list[str]()
-    built.loader.leave_out(config.data.skip, first_step=built.done + 1)
 
     def facts() -> dict[str, object]:
         keep_lists(built.rows, folder)

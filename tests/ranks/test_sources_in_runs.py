@@ -125,3 +125,7 @@ def test_control_tokens_that_texts_spell_out_are_named(tmp_path: Path) -> None:
         tmp_path, "train", *options, "--log.dir", "ids", "--data.control_tokens", "ids"
     )
     assert done.returncode == 0 and "control" not in done.stdout, done.stdout + done.stderr
+    shown = command(tmp_path, "data", "show", *options[:4])
+    assert shown.returncode == 0 and said in shown.stdout, shown.stdout + shown.stderr
+    shown = command(tmp_path, "data", "show", *options[:4], "--data.control_tokens", "ids")
+    assert shown.returncode == 0 and "control" not in shown.stdout, shown.stdout + shown.stderr

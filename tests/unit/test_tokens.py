@@ -251,13 +251,13 @@ def test_text_begins_as_the_tokenizer_begins_a_single_one(folder: Path) -> None:
 
 def test_control_tokens_that_a_text_spells_out(folder: Path) -> None:
     tokenizer = load_tokenizer(str(folder))
-    for control_tokens, expected in (("text", ["</s>"]), ("ids", [])):
+    warning = "</s> in a text stays text. As control tokens: --data.control_tokens ids"
+    for control_tokens, expected in (("text", warning), ("ids", None)):
         own = for_texts(tokenizer, Labels(control_tokens=control_tokens))
         ids = np.append(own.encode_batch(["the cat</s> sat"])[0], tokenizer.end_id)
         assert spelled_out(own, ids) == expected
-    assert (
-        spelled_out(tokenizer, [tokenizer.end_id]) == spelled_out(ByteTokenizer(), [256]) == []
-    )
+    assert spelled_out(tokenizer, [tokenizer.end_id]) is None
+    assert spelled_out(ByteTokenizer(), [256]) is None
 
 
 def test_tokenizer_that_begins_no_text_begins_none(folder: Path) -> None:

@@ -34,7 +34,7 @@ from threefold.data.text.source import (
     log_error,
     no_end_warning,
 )
-from threefold.data.tokens import Tokenizer, byte_backend, for_texts
+from threefold.data.tokens import Tokenizer, byte_backend, for_texts, spelled_out
 from threefold.errors import ConfigError, RunError, shell_word, visible
 from threefold.mesh.environment import cache_folder
 from threefold.run.sources import tokenizer_of, with_packing
@@ -184,11 +184,16 @@ def text_lines(
     rows: Iterator[Shown], tokenizer: Tokenizer, *, show: int, ids: bool, count: bool
 ) -> Iterator[str]:
     counts: list[tuple[int, int]] = []
+    plain = []
     for number, each in enumerate(islice(rows, max(show, COUNTED) if count else 1)):
         tokens = int(np.count_nonzero(each.documents >= 0))
         counts.append((tokens, int(np.count_nonzero(each.loss_mask))))
         if number < show:
             yield from _row(each, tokenizer, counts[-1], ids=ids)
+        if not any(each.texts):
+            plain.append(each.ids)
+    if plain and (spelled := spelled_out(tokenizer, np.concatenate(plain))):
+        yield f"warning: {spelled}"
     if count and counts:
         yield from histogram(counts)
 

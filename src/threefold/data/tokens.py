@@ -239,13 +239,15 @@ def for_texts(tokenizer: Tokenizer, labels: Labels) -> Tokenizer:
     return replace(tokenizer, bos_id=bos_id, control_text=labels.control_tokens == "text")
 
 
-def spelled_out(tokenizer: Tokenizer, ids: Array) -> list[str]:
-    """Control tokens that the text of `ids` spells out as other tokens, sorted; `decode` leaves out the real ones."""
+def spelled_out(tokenizer: Tokenizer, ids: Array) -> str | None:
+    """A warning of control tokens that the text of `ids` has as other tokens; `decode` leaves out the real ones."""
     if isinstance(tokenizer, ByteTokenizer):
-        return []
+        return None
     text, tokens = tokenizer.decode(ids), _vocabulary(tokenizer)
     control = (tokens[id] for id in _special_ids(tokenizer) if id in tokens)
-    return sorted(token for token in control if len(token) > 3 and token in text)
+    spelled = sorted(token for token in control if len(token) > 3 and token in text)[:3]
+    kept = f"{', '.join(spelled)} in a text stays text. As control tokens"
+    return f"{kept}: --data.control_tokens ids" if spelled else None
 
 
 def _own_bos(tokenizer: Tokenizer) -> int | None:

@@ -153,9 +153,8 @@ def _notes(run: Built) -> Iterator[Entry]:
         # At an address, this rank alone would wait for it.
         if store.stored is None and not (store.loss_mask and store.loss_mask.templated):
             begin = store.read(0, min(store.num_tokens, _LOOKED_AT))
-            if spelled := ", ".join(spelled_out(run.tokenizer, begin)[:_NAMED]):
-                kept = f"{source}{spelled} in a text stays text. As control tokens"
-                yield "", f"warning: {kept}: --data.control_tokens ids"
+            if spelled := spelled_out(run.tokenizer, begin):
+                yield "", f"warning: {source}{spelled}"
     yield from _same_rows(parts)
     if without_end(run.rows):
         yield "", no_end_warning(run.config.data.chat_template or run.tokenizer.name)

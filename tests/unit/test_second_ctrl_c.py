@@ -1,9 +1,13 @@
-"""A second Ctrl-C leaves at once, though the main thread waits in code that runs no handler of Python's."""
+"""A Ctrl-C ends a command also while it imports a library that swallows it, and a second one ends a run at once, though
+the main thread waits in code that runs no handler of Python's.
+"""
 
 from __future__ import annotations
 
 import os
 import signal
+import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -50,3 +54,26 @@ def test_a_second_ctrl_c_is_heard_beside_a_main_thread_that_waits(
         os.kill(running.process, signal.SIGINT)
         assert running.wait(20) == code, running.err()
         assert code != 130 or time.monotonic() - begun < 3
+
+
+SWALLOWS = """
+import time
+
+print("imported", flush=True)
+try:
+    time.sleep(20)
+except BaseException:
+    raise ImportError("not there")
+"""
+
+
+def test_ctrl_c_is_heard_by_a_command_that_imports_what_swallows_it(tmp_path: Path) -> None:
+    (tmp_path / "numpy.py").write_text(SWALLOWS)
+    environ = os.environ | {"PYTHONPATH": f"{tmp_path}:{os.environ.get('PYTHONPATH', '')}"}
+    words = [sys.executable, "-m", "threefold", "verify"]
+    pipe = subprocess.PIPE
+    with subprocess.Popen(words, env=environ, stdout=pipe, stderr=pipe, text=True) as command:
+        assert command.stdout is not None and command.stderr is not None
+        assert command.stdout.readline() == "imported\n"
+        command.send_signal(signal.SIGINT)
+        assert (command.wait(10), command.stderr.read()) == (130, "")

@@ -135,11 +135,12 @@ def test_manifest_without_a_field() -> None:
 def test_checkpoint_that_a_run_removed_before_it_was_read_is_not_damaged() -> None:
     """As an evaluation of a run that saves often finds it."""
     checkpoint = saved()
+    saved(10)
     shutil.rmtree(checkpoint.path)
     assert text(checkpoint.refuse_damage) == problem(
         "run/checkpoints/step-00000005 has been removed meanwhile",
         "a checkpoint that is kept: a run keeps its newest ones and its best",
-        "one of ls run/checkpoints   (the run's folder alone means its newest)",
+        "its run has kept run/checkpoints/step-00000010",
     )
 
 
@@ -156,7 +157,7 @@ def test_no_undamaged_checkpoint(asked: bool) -> None:
         problem(
             "the checkpoint run/checkpoints/step-00000006 is damaged: reason 6",
             "the files as they were written, with the recorded sizes and checksums",
-            "resume from another checkpoint of the run (`ls RUN/checkpoints`), or copy this one again from its source",
+            "copy it again from its source, or use another; `ls RUN/checkpoints` lists what a run has kept",
         )
         if asked
         else problem(

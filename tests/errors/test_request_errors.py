@@ -626,6 +626,17 @@ def test_missing_resume_path() -> None:
     )
 
 
+def test_missing_checkpoint_of_a_run_that_has_kept_others() -> None:
+    checkpoints = CheckpointFolder(Path("a run"))
+    for step in (10, 15):
+        checkpoints.begin(step)
+        checkpoints.commit(step, {})
+    gone = checkpoints.at(5).path
+    for act in (opening(str(gone)), lambda: find(gone)):
+        fix = "check the path; its run has kept 'a run/checkpoints/step-00000010', 'a run/checkpoints/step-00000015'"
+        assert text(act, CheckpointError).endswith(f"  fix: {fix}")
+
+
 @pytest.mark.parametrize(
     "act", [opening("empty"), lambda: find(Path("empty"))], ids=["resume", "find"]
 )

@@ -347,8 +347,7 @@ def test_damaged_checkpoint_that_was_asked_for_is_refused(run: Path) -> None:
             "the checkpoint step-00000006 is damaged: the content of state/rank-00000.safetensors has changed: its "
             "checksum is not the one it was written with\n"
             "  expected: the files as they were written, with the recorded sizes and checksums\n"
-            "  fix: resume from another checkpoint of the run (`ls RUN/checkpoints`), or copy this one again from its "
-            "source\n"
+            "  fix: copy it again from its source, or use another; `ls RUN/checkpoints` lists what a run has kept\n"
         )
     assert (run / "config.yaml").read_bytes() == config
     assert not (run.parent / "new").exists()

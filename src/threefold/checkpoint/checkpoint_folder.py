@@ -27,7 +27,7 @@ from threefold.checkpoint.seal import (
     wrong_checksums,
     wrong_sizes,
 )
-from threefold.errors import CheckpointError
+from threefold.errors import CheckpointError, shell_word
 from threefold.jsonl import from_json, write_whole
 
 FORMAT = 2
@@ -358,7 +358,18 @@ def find(path: Path) -> Checkpoint:
     raise CheckpointError(
         f"no complete checkpoint in {path}",
         expected="the folder of a run, or of one of its checkpoints (checkpoints/step-...)",
-        fix="check the path; `ls RUN/checkpoints` lists what a run has kept",
+        fix=f"check the path; {others(path)}",
+    )
+
+
+def others(path: Path) -> str:
+    """Where to look in place of a path that is no usable checkpoint: the newest others that its run has kept."""
+    complete = CheckpointFolder(path.parent.parent).complete()
+    kept = [shell_word(each.path) for each in complete if each.path != path]
+    return (
+        f"its run has kept {', '.join(kept[-3:])}"
+        if kept
+        else "`ls RUN/checkpoints` lists what a run has kept"
     )
 
 
@@ -376,12 +387,12 @@ def damaged(checkpoint: Checkpoint, reason: str) -> CheckpointError:
         return CheckpointError(
             f"{checkpoint.path} has been removed meanwhile",
             expected="a checkpoint that is kept: a run keeps its newest ones and its best",
-            fix=f"one of ls {checkpoint.path.parent}   (the run's folder alone means its newest)",
+            fix=others(checkpoint.path),
         )
     return CheckpointError(
         f"the checkpoint {checkpoint.path} is damaged: {reason}",
         expected="the files as they were written, with the recorded sizes and checksums",
-        fix="resume from another checkpoint of the run (`ls RUN/checkpoints`), or copy this one again from its source",
+        fix=f"copy it again from its source, or use another; {others(checkpoint.path)}",
     )
 
 

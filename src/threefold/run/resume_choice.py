@@ -12,7 +12,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from threefold.checkpoint.checkpoint_folder import Checkpoint, CheckpointFolder, find
+from threefold.checkpoint.checkpoint_folder import Checkpoint, CheckpointFolder, find, others
 from threefold.checkpoint.lineage import Identity, Journal, Origin
 from threefold.checkpoint.lock import Words
 from threefold.checkpoint.seal import checksum_of
@@ -163,7 +163,7 @@ def _named(asked: Path) -> Checkpoint:
         raise CheckpointError(
             f"checkpoint.resume = {asked} does not exist",
             expected="auto, never, or the folder of a run or of one of its checkpoints",
-            fix="check the path; `ls RUN/checkpoints` lists what a run has kept",
+            fix=f"check the path; {others(asked)}",
         )
     return find(asked)
 

@@ -173,6 +173,14 @@ def test_optimizers_that_can_be_used() -> None:
     assert problems(OptimizerConfig(name="torch.optim.Adafactor"), COPIES) == []
 
 
+@pytest.mark.parametrize("name", ["adamw_8bit", "torch.optim.Adafactor"])
+def test_fix_for_an_optimizer_of_whole_matrices_keeps_the_number_of_ranks(name: str) -> None:
+    (problem,) = problems(OptimizerConfig(name=name), SPLIT)
+    kept = f"--mesh.dp {SPLIT.world_size} --mesh.dp_shard 1 --mesh.cp 1 --mesh.tp 1"
+    assert kept in problem.fix
+    assert problems(OptimizerConfig(name=name), Topology(dp_replicate=SPLIT.world_size)) == []
+
+
 class _Noisy(torch.optim.SGD):
     def step(self, closure: Any = None) -> None:
         for group in self.param_groups:

@@ -161,7 +161,7 @@ def problems(config: OptimizerConfig, topology: Topology) -> list[Problem]:
     ):
         what = f"optimizer.name = {config.name} on the mesh {topology}, which splits matrices"
         expected = "dp ranks alone, each with the whole model: it does not update a part of a matrix as the whole"
-        fix = "--mesh.dp_shard 1 --mesh.cp 1 --mesh.tp 1   (or --optimizer.name adamw)"
+        fix = f"--mesh.dp {topology.world_size} --mesh.dp_shard 1 --mesh.cp 1 --mesh.tp 1   (or --optimizer.name adamw)"
         return [Problem(what, expected, fix, ("optimizer.name", "adamw", ""))]
     return _tried(config, kind, topology)
 
@@ -395,6 +395,7 @@ def _trust_problems(
         return
     if topology.dp_shard * topology.cp * topology.tp == 1:
         return
+    whole_models = f"--mesh.dp {topology.world_size} --mesh.dp_shard 1 --mesh.cp 1 --mesh.tp 1"
     furthest = (whole.parameters[0] - start).abs().max()
     for dim in (0, 1):
         parts = [
@@ -407,7 +408,7 @@ def _trust_problems(
             yield Problem(
                 f"{name} does not update a part of a matrix as it updates the whole, and this mesh holds parts",
                 "an update of each weight by itself, or dp ranks alone, each with the whole model",
-                "--optimizer.name adamw   (or --mesh.dp_shard 1 --mesh.cp 1 --mesh.tp 1)",
+                f"--optimizer.name adamw   (or {whole_models})",
                 (*another, ""),
             )
             return

@@ -106,5 +106,18 @@ def test_zero_s_own_files_are_refused_with_what_makes_them_universal(tmp_path: P
     )
 
 
+def test_the_folder_above_leads_to_the_newest_checkpoint(tmp_path: Path) -> None:
+    """As DeepSpeed names it in a file, which a Trainer's checkpoint has beside the model's own files."""
+    (tmp_path / "global_step3").mkdir()
+    (tmp_path / "global_step3" / "zero_pp_rank_0_mp_rank_00_optim_states.pt").touch()
+    (tmp_path / "latest").write_text("global_step3")
+    with pytest.raises(
+        CheckpointError, match="global_step3 is a checkpoint of DeepSpeed's ZeRO"
+    ):
+        open_universal(tmp_path)
+    (tmp_path / "latest_universal").write_text("global_step3-universal")
+    assert open_universal(tmp_path) is None
+
+
 def test_other_folders_are_none(tmp_path: Path) -> None:
     assert open_universal(tmp_path) is None and open_universal(tmp_path / "nix") is None

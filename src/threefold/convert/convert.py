@@ -86,7 +86,9 @@ def _import(source: Path, to: Path, config: Config, *, weights_alone: bool) -> I
             expected="the whole model: adapters are not imported",
             fix="--model.lora.r 0",
         )
-    foreign = open_universal(source) or open_dcp(source)
+    # A Trainer's checkpoint by DeepSpeed has the model's own files beside what only DeepSpeed can open.
+    has_weights = weights_alone and any(source.glob("*.safetensors"))
+    foreign = (not has_weights and open_universal(source)) or open_dcp(source)
     _, architecture = model_of(config)
     model = load.outline(architecture, config.model)
     shapes = run_state.model_state(model)

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from threefold.checkpoint.tensors import TYPE_NAMES
 from threefold.convert.dcp_reader import TensorFormat
-from threefold.errors import CheckpointError, first_line
+from threefold.errors import CheckpointError, first_line, shell_word
 
 _EXPECTED = "a folder as deepspeed.checkpoint.ds_to_universal writes it: zero/NAME/fp32.pt and the moments beside it"
 
@@ -62,20 +62,25 @@ class Universal:
 
 
 def open_universal(folder: Path) -> Universal | None:
-    """The universal checkpoint in a folder; None if it holds none.
+    """The universal checkpoint in a folder, or the newest that DeepSpeed has named there; None if it holds none.
 
     Raises:
         CheckpointError: a file cannot be read, or the folder is a checkpoint of ZeRO as DeepSpeed saves it.
     """
+    for pointer in ("latest_universal", "latest"):
+        if (folder / pointer).is_file():
+            folder /= Path((folder / pointer).read_text(encoding="utf-8").strip()).name
+            break
     weights = sorted(path.parent for path in folder.glob("zero/*/fp32.pt"))
     if not weights and any(folder.glob("*zero_pp_rank_*_optim_states.pt")):
+        made = shell_word(f"{folder}-universal")
         convert = (
-            f"--inject_missing_state --input_folder {folder} --output_folder {folder}-universal"
+            f"--inject_missing_state --input_folder {shell_word(folder)} --output_folder {made}"
         )
         raise CheckpointError(
             f"{folder} is a checkpoint of DeepSpeed's ZeRO: pickles of DeepSpeed's own classes",
             expected="a universal checkpoint, which DeepSpeed makes of it",
-            fix=f"python -m deepspeed.checkpoint.ds_to_universal {convert}; threefold import {folder}-universal",
+            fix=f"python -m deepspeed.checkpoint.ds_to_universal {convert}; threefold import {made}",
         )
     heads = sorted(folder.glob("*_model_states.pt"))
     if not weights or not heads:

@@ -10,10 +10,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from threefold.config.schema import MeshConfig
+from threefold.config.schema import Config, MeshConfig
 from threefold.errors import ConfigError
 from threefold.mesh import environment, mesh
 from threefold.mesh.topology import AXES, Topology, default_topology, resolve
+from threefold.run.start import topology_of_run
 
 SIZE = st.integers(1, 5)
 TOPOLOGIES = st.builds(Topology, dp_replicate=SIZE, dp_shard=SIZE, cp=SIZE, tp=SIZE)
@@ -248,6 +249,43 @@ def test_reason_is_given_with_the_sizes() -> None:
     assert why(None, None) == "the default on a CPU"
     assert why(None, None, dp=2) == "as given"
     assert why(4, None, dp="auto", tp=2) == "dp filled from 4 ranks"
+
+
+LLAMA = {"model_type": "llama", "hidden_size": 36, "num_attention_heads": 9}
+
+
+@pytest.mark.parametrize(
+    ("values", "says"),
+    [
+        ({}, None),
+        ({"model": {"config": {**LLAMA, "hidden_size": 32, "num_attention_heads": 8}}}, None),
+        ({"model": {"config": LLAMA}}, "mesh.tp = 2 cannot divide"),
+        ({"model": {"config": {"model_type": "gpt2"}}}, "no tensor-parallel plan for 'gpt2'"),
+        ({"train": {"global_batch": 3}}, "train.global_batch = 3 cannot be divided equally among 2 dp ranks"),
+        ({"data": {"seq_len": 30}}, "data.seq_len = 30 cannot be split over 2 cp ranks"),
+    ],
+)  # fmt: skip
+def test_default_mesh_is_one_process_where_it_cannot_be_used(
+    values: Any, says: str | None
+) -> None:
+    config = Config(**values, mesh={"device": "cpu"})
+    topology, why = topology_of_run(config)
+    if says is None:
+        assert (topology, why) == (default_topology(8), "the default on a CPU")
+        return
+    assert topology == Topology()
+    assert why.startswith(
+        "the default on a CPU is dp=2 x cp=2 x tp=2, which this run cannot use: "
+    )
+    assert says in why
+    # Sizes that were asked for are not replaced: a check of its own refuses them.
+    given = config.model_copy(update={"mesh": MeshConfig(dp=2, cp=2, tp=2, device="cpu")})
+    assert topology_of_run(given) == (default_topology(8), "as given")
+
+
+def test_what_no_mesh_can_do_leaves_the_default() -> None:
+    config = Config(train={"global_batch": 8, "micro_batch": 3}, mesh={"device": "cpu"})
+    assert topology_of_run(config)[1] == "the default on a CPU"
 
 
 @pytest.mark.parametrize(

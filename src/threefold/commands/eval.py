@@ -52,10 +52,10 @@ def command(
     if info.launcher is not None:
         topology, _ = resolve(loaded.config.mesh, launched_world_size=info.world_size)
         sys.exit(_rank(loaded, topology, checkpoint.path, checkpoint.step, ema, as_json))
-    from threefold.run.start import PRELOAD, topology_here
+    from threefold.run.start import PRELOAD, topology_of_run
 
     local_ranks.preload((*PRELOAD, "threefold.run.evaluate"))
-    topology, _ = topology_here(loaded.config)
+    topology, _ = topology_of_run(loaded.config)
     arguments = (loaded, topology, checkpoint.path, checkpoint.step, ema, as_json)
     if topology.world_size == 1:
         sys.exit(_rank(*arguments))

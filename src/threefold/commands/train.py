@@ -39,8 +39,9 @@ def command(
     """Train a model: threefold train [CONFIG.yaml] [--section.key value ...].
 
     With no arguments a Llama of about one million parameters learns the Python standard library's source, on 8 ranks
-    of a CPU (dp=2 x cp=2 x tp=2) or on the accelerators of this machine. Under torchrun each process becomes a rank;
-    otherwise the ranks are started here. Every key can be set as --section.key value, read as YAML:
+    of a CPU (dp=2 x cp=2 x tp=2; a model that this mesh cannot divide, in one process) or on the accelerators of this
+    machine. Under torchrun each process becomes a rank; otherwise the ranks are started here. Every key can be set as
+    --section.key value, read as YAML:
     --train.steps 500 --model.name_or_path ./my-model --optimizer.betas '[0.9, 0.99]'.
     """
     from threefold.mesh import environment

@@ -13,6 +13,8 @@ from threefold.errors import ConfigError
 
 AXES = ("dp_replicate", "dp_shard", "cp", "tp")
 
+DEFAULT_ON_CPU = "the default on a CPU"
+
 
 @dataclass(frozen=True)
 class Topology:
@@ -96,7 +98,7 @@ def resolve(
                 dp_replicate=launched_world_size
             ), "dp is the launcher's world size: no mesh key was given"
         if num_devices is None:
-            return default_topology(8), "the default on a CPU"
+            return default_topology(8), DEFAULT_ON_CPU
         # Communication of tp and cp in each layer costs more than FSDP's gathers, as long as a row fits into a device.
         return Topology(
             dp_shard=num_devices

@@ -33,9 +33,9 @@ from threefold.errors import (
 )
 from threefold.jsonl import Lines, Metrics, Values
 from threefold.mesh import environment, local_ranks
-from threefold.mesh.divisibility import refuse_impossible
+from threefold.mesh.divisibility import batch_problems, refuse_impossible
 from threefold.mesh.local_ranks import ignore
-from threefold.mesh.topology import Topology, resolve
+from threefold.mesh.topology import DEFAULT_ON_CPU, Topology, resolve
 from threefold.run import resume_choice
 from threefold.run.folder import checked_path, new_path
 from threefold.run.local_rank_limit import refuse_too_many, refuse_too_many_workers, room_here
@@ -216,12 +216,12 @@ def train_command(loaded: LoadedConfig, *, max_restarts: int = 0, force: bool = 
     _refuse_missing(loaded.config)
     mesh = loaded.config.mesh
     sizes = {mesh.dp, mesh.dp_shard, mesh.cp, mesh.tp} - {None}
-    if (sizes or mesh.device == "cpu") and "auto" not in sizes:
+    if sizes and "auto" not in sizes:
         refuse_impossible(loaded.config, resolve(mesh)[0])
     if sizes != {1}:
         # While the ranks' server imports, this process inspects the machine.
         local_ranks.preload(PRELOAD)
-    topology, why = topology_here(loaded.config, force=force)
+    topology, why = topology_of_run(loaded.config, force=force)
     refuse_impossible(loaded.config, topology)
     if loaded.config.data != DataConfig(source=loaded.config.data.source):
         from threefold.run.sources import refuse_labels_without_effect
@@ -306,6 +306,23 @@ def _refuse_unrestartable(
             )
         )
     ConfigError.raise_for(problems)
+
+
+def topology_of_run(config: Config, *, force: bool = False) -> tuple[Topology, str]:
+    """As `topology_here`; of the default mesh, which nobody asked for, only what the model and the batch allow."""
+    topology, why = topology_here(config, force=force)
+    if why != DEFAULT_ON_CPU:
+        return topology, why
+    problems: Callable[..., Iterable[Problem]] = batch_problems
+    if config.model.name_or_path is not None or config.model.config is not None:
+        from threefold.run.request import model_of, setup_problems
+
+        _, architecture = model_of(config)
+        problems = partial(setup_problems, architecture=architecture, device="cpu")
+    refused = list(problems(config, topology=topology))
+    if not refused or any(problems(config, topology=Topology())):
+        return topology, why
+    return Topology(), f"{why} is {topology}, which this run cannot use: {refused[0].what}"
 
 
 def topology_here(config: Config, *, force: bool = False) -> tuple[Topology, str]:

@@ -37,6 +37,10 @@ CLEAN = [
         "fsdp2_bf16",
         "each of 25 parameters has the gradient of the mean over all targets",
     ),
+    *(
+        ("qwen_meshes.py", kind, "gradients are clipped by the norm of all of them in 3 steps")
+        for kind in ("fsdp2_clip", "fsdp2_largest")
+    ),
     (
         "qwen_meshes.py",
         "tp",
@@ -191,6 +195,7 @@ FAULTS = [
         ["norm of gradients"],
         "clipped by a norm of 1.77822, x1.2117 of theirs\n",
     ),
+    ("qwen_meshes.py", "fsdp2_parts", ["norm of gradients"], "of theirs\n"),
     ("qwen_meshes.py", "tp_norm_first", ["norm of gradients"], "of theirs\n"),
     (
         "experts_over_ranks.py",

@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import copy
+import json
 import math
 from collections.abc import Callable
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from torch.distributed.tensor import Partial, Replicate
+from torch.distributed.tensor._ops._math_ops import _NormPartial
 from transformers import Qwen3Config, Qwen3ForCausalLM, T5Config, T5ForConditionalGeneration
 
-from threefold.referee.judge.checked_steps import CheckedStep, TrainedRows, _assembled
+from threefold.referee.judge.checked_steps import CheckedStep, TrainedRows, _assembled, _clip_of
 from threefold.referee.judge.gradients import judge_gradients, judge_target_places
 from threefold.referee.judge.groups import RankGroups
 from threefold.referee.judge.own_model import OwnModel
@@ -21,7 +25,7 @@ from threefold.referee.judge.parts import JudgedPart, PartStatus, Unjudgeable
 from threefold.referee.judge.shared_rows import judge_copies
 from threefold.referee.judge.updates import judge_norms, judge_updates
 from threefold.referee.rank.rows import token_weights
-from threefold.referee.rank.weights import StepCurve, architecture_of
+from threefold.referee.rank.weights import StepCurve, architecture_of, norm_of
 from threefold.referee.record import RankRecord
 
 SIZES: dict[str, Any] = {
@@ -849,3 +853,50 @@ def test_parts_in_a_row_are_put_together() -> None:
     files[1]["weight.w"] = whole.flatten()[6:]
     with pytest.raises(Unjudgeable, match="do not make up the whole"):
         dict(_assembled("weight", described, files))
+
+
+@pytest.mark.parametrize(
+    ("placements", "order", "ranks"),
+    [
+        ([Replicate(), Replicate()], 2, [[0], [1], [2], [3]]),
+        ([Replicate(), _NormPartial(2.0)], 2, [[0, 1], [0, 1], [2, 3], [2, 3]]),
+        ([_NormPartial(3.0), Replicate()], 3, [[0, 2], [1, 3], [0, 2], [1, 3]]),
+        ([Partial("max"), Partial("max")], math.inf, [[0, 1, 2, 3]] * 4),
+        ([Partial("sum"), Replicate()], 1, [[0, 2], [1, 3], [0, 2], [1, 3]]),
+    ],
+)
+def test_a_norm_in_parts_is_taken_over_the_ranks_that_hold_them(
+    placements: list[Any], order: float, ranks: list[list[int]]
+) -> None:
+    parts = [3.0, 4.0, 12.0, 84.0]
+    lines = [
+        {"curve": {"clip": part_of_norm(placements, rank, parts[rank])}} for rank in range(4)
+    ]
+    for rank, over in enumerate(ranks):
+        first = lines[rank:] + lines[:rank]
+        records: Any = [SimpleNamespace(rank=(rank + each) % 4) for each in range(4)]
+        expected = torch.tensor([parts[each] for each in over], dtype=torch.float64).norm(order)
+        assert _clip_of(first, records)["norm"] == pytest.approx(float(expected), rel=1e-12)
+    lines[0]["curve"]["clip"]["norm"] = None  # as a record has what is not finite
+    records = [SimpleNamespace(rank=rank) for rank in range(4)]
+    assert _clip_of(lines, records)["norm"] is None
+
+
+def test_a_norm_of_an_unknown_kind_is_not_known() -> None:
+    lines = [
+        {"curve": {"clip": part_of_norm([Partial("avg"), Replicate()], rank, 1.0)}}
+        for rank in range(4)
+    ]
+    records: Any = [SimpleNamespace(rank=rank) for rank in range(4)]
+    assert _clip_of(lines, records)["norm"] is None
+
+
+def part_of_norm(placements: list[Any], rank: int, part: float) -> Any:
+    """What a rank of a 2 x 2 mesh records of a norm in parts, read back."""
+    mesh = SimpleNamespace(
+        mesh=torch.arange(4).view(2, 2), get_coordinate=lambda: [rank // 2, rank % 2]
+    )
+    total = SimpleNamespace(
+        placements=placements, device_mesh=mesh, to_local=lambda: torch.tensor(part)
+    )
+    return json.loads(json.dumps(norm_of(total)))

@@ -1,4 +1,4 @@
-"""A model of transformers, sharded: `qwen_meshes.py KIND` (fsdp1, fsdp2, fsdp2_bf16, tp, and faults of tp).
+"""A model of transformers, sharded: `qwen_meshes.py KIND` (fsdp1, fsdp2, fsdp2_bf16, fsdp2_clip, tp, and faults).
 
 With tp, heads are divided: each rank has a part of the gradient of q_norm and k_norm, and they are summed once. The
 norm of all gradients has those of divided matrices from all ranks, and what all ranks hold once.
@@ -96,5 +96,12 @@ for epoch in range(2):
                     parameter.grad *= 2
         if kind.startswith("fsdp1"):
             model.clip_grad_norm_(0.5)
+        if kind in ("fsdp2_clip", "fsdp2_largest"):
+            order = 2 if kind == "fsdp2_clip" else torch.inf
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5, order)
+        if kind == "fsdp2_parts":  # each rank has a norm of its own
+            held = [parameter.grad.to_local() for parameter in model.parameters()]
+            norm = torch.nn.utils.get_total_norm(held)
+            torch.nn.utils.clip_grads_with_norm_(model.parameters(), 0.5, norm)
         optimizer.step()
 dist.destroy_process_group()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -174,7 +175,7 @@ def _read_step(folder: Path, groups: RankGroups, place: int) -> CheckedStep:
         {kind for line in lines for kind in line["curve"]["types"]} | weight_types,
         weight_types,
         first["trained"],
-        first["clip"],
+        _clip_of(lines, records),
         first["optimizer"],
         max(len(group) for group in groups.members),
     )
@@ -182,6 +183,21 @@ def _read_step(folder: Path, groups: RankGroups, place: int) -> CheckedStep:
         # A parameter that is to be trained and gets no gradient.
         step.gradients.setdefault(name, torch.zeros_like(step.weights[name]))
     return step
+
+
+def _clip_of(lines: list[Values], records: list[RankRecord]) -> Values:
+    """The clip of the first rank, with the norm of the parts of all ranks that it is taken over."""
+    clips = {
+        record.rank: line["curve"]["clip"] for record, line in zip(records, lines, strict=True)
+    }
+    first: Values = clips[records[0].rank]
+    parts = [clips.get(rank, {}).get("norm") for rank in first.get("ranks", ())]
+    if not parts:
+        return first
+    if None in (*parts, first["order"]):
+        return {**first, "norm": None}
+    norm = torch.tensor(parts, dtype=torch.float64).norm(first["order"] or math.inf)
+    return {**first, "norm": norm.item()}
 
 
 def _assembled(

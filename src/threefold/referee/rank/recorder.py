@@ -33,7 +33,7 @@ from .loaders import Loaders, PassName
 from .rows import Tensors, rows_of_call, tensors_in, token_weights
 from .sealed import SealedFile, Values, digest
 from .state import state_of
-from .weights import StepCurve, architecture_of, unwrapped, zero_of
+from .weights import StepCurve, architecture_of, norm_of, unwrapped, zero_of
 
 _Action = Callable[..., None] | None
 
@@ -289,11 +289,10 @@ class RankRecorder:
         """Gradients were clipped to a norm; it is read in the checked steps only."""
         if (curve := self._trained_curve()) is not None:
             total = result if total_norm is None else total_norm
-            norm = None if hasattr(total, "placements") else float(total)
             curve.values["clip"] = (
                 {"unknown": "gradients are clipped more than once in a step"}
                 if curve.values["clip"]
-                else {"most": float(max_norm), "norm": norm}
+                else {"most": float(max_norm), **norm_of(total)}
             )
 
     def clipped_values(self, *args: Any, **kwargs: Any) -> None:

@@ -121,6 +121,20 @@ def part_of(tensor: Any, in_a_row: tuple[list[int], int] | None = None) -> Part:
     return Part(part, list(local.shape), list(begin))
 
 
+def norm_of(total: Any) -> Values:
+    """A norm of gradients, or this rank's part, the order (0: the largest part) and the ranks to take it over."""
+    if not hasattr(total, "placements"):
+        return {"norm": float(total)}
+    order: float | None = 2
+    place = [*total.device_mesh.get_coordinate()]
+    for axis, placement in enumerate(total.placements):
+        if placement.is_partial():
+            known = {"sum": 1, "max": 0}.get(placement.reduce_op)
+            order, place[axis] = getattr(placement, "norm_type", known), slice(None)
+    ranks = total.device_mesh.mesh[tuple(place)].flatten().tolist()
+    return {"norm": float(total.to_local()), "order": order, "ranks": ranks}
+
+
 def held_of(
     parameter: Any, kind: str, in_a_row: dict[int, tuple[list[int], int]]
 ) -> Part | None:

@@ -133,6 +133,8 @@ FAULTS = [
         ["gradients", "updates"],
         "in no group of the optimizer: lm_head.weight",
     ),
+    ("qwen_loop.py", "early_clip", ["norm of gradients"], "before step 1 has no effect\n"),
+    ("qwen_loop.py", "late_clip", ["norm of gradients"], "before step 2 has no effect\n"),
     ("qwen_loop.py", "after_clip", ["updates"], "model.norm.weight x-0.98"),
     ("qwen_loop.py", "decay_twice", ["updates"], "model.embed_tokens.weight differently"),
     (

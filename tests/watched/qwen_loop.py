@@ -106,6 +106,8 @@ for epoch in range(2):
         dist.all_reduce(total)
         if kind != "no_zero_grad":
             optimizer.zero_grad()
+        if kind == "early_clip":
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         for place, batch in enumerate(step):
             last = place == len(step) - 1
             lost = kind == "lost" and last
@@ -145,12 +147,15 @@ for epoch in range(2):
             if kind == "between" and not last:
                 optimizer.zero_grad()
         clipped = own.model if kind == "two_clips" else model
-        torch.nn.utils.clip_grad_norm_(clipped.parameters(), 1.0)
+        if kind not in ("early_clip", "late_clip"):
+            torch.nn.utils.clip_grad_norm_(clipped.parameters(), 1.0)
         if kind == "two_clips":
             torch.nn.utils.clip_grad_norm_(own.lm_head.parameters(), 0.1)
         if kind == "after_clip":
             own.model.norm.weight.grad.mul_(-1)
         optimizer.step()
+        if kind == "late_clip":
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         if kind == "step_twice" and epoch == 1:
             optimizer.step()
         if kind == "decay_twice":

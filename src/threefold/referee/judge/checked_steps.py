@@ -104,8 +104,8 @@ class CheckedStep:
         types: of what modules computed.
         weight_types: of the weights.
         trained: the parameters that ask for a gradient.
-        clip: the norm to which gradients were clipped, and the norm that was found, or why both are `unknown`; empty:
-            they were not.
+        clip: the norm to which gradients were clipped, and the norm that was found; why both are `unknown`; or that
+            of a clip without effect (`idle`); empty: they were not.
         optimizer: its class, its groups, and whether it had no state before the step.
         ranks_a_copy: how many ranks compute one copy of the model together.
     """

@@ -49,6 +49,12 @@ def judge_norms(steps: list[CheckedStep]) -> JudgedPart:
     for step in clipped:
         if why := step.clip.get("unknown"):
             raise Unjudgeable(why)
+        if most := step.clip.get("idle"):
+            raise Refuted(
+                f"the clip to a norm of {most:g} before step {step.number} has no effect",
+                "clip_grad_norm_ between the backward pass and the optimizer's step",
+                "where it is called: before the backward pass there is no gradient, after the step it has been used",
+            )
         if "others" in step.clip:
             raise Unjudgeable("gradients of other modules are clipped with those of the model")
         # Non-finite values are None in a record.
@@ -123,7 +129,7 @@ def _check_update(
     for group, described in zip(optimizer.param_groups, step.optimizer["groups"], strict=True):
         group.update(described["settings"])
     scale = 1.0
-    if step.clip:
+    if "most" in step.clip:
         # By the norm that the program has found, right or wrong.
         norm = (step.clip["norm"] or _norm(step.gradients)) + _CLIP_EPSILON
         scale = min(1.0, step.clip["most"] / norm)

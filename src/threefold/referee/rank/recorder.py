@@ -7,6 +7,7 @@ number is drawn and no tensor of the program is changed.
 """
 
 import atexit
+import math
 import os
 import sys
 import threading
@@ -106,6 +107,7 @@ class RankRecorder:
         self._numbers = count()
         self._calls = list[OpenCall]()
         self._curve: StepCurve | None = None
+        self._idle_clip: float | None = None
         self._steps_of = Counter[int]()
         self.types: set[str] | None = None
         self._is_off = self._has_loaded = False
@@ -294,6 +296,9 @@ class RankRecorder:
                 if curve.values["clip"]
                 else {"most": float(max_norm), **norm_of(total)}
             )
+        elif math.isfinite(max_norm):
+            # Before the backward pass, or after the step: none of the gradients that are trained with.
+            self._idle_clip = float(max_norm)
 
     def clipped_values(self, *args: Any, **kwargs: Any) -> None:
         """Each value was clipped."""
@@ -323,6 +328,7 @@ class RankRecorder:
             for group in optimizer.param_groups
             if isinstance(group.get("lr"), float)
         ]
+        idle_clip, self._idle_clip = self._idle_clip, None
         if not calls:
             trained = self._trained.get(optimizer)
             # ZeRO steps its optimizer part by part; to save its state, torch takes a step without a learning rate.
@@ -352,6 +358,8 @@ class RankRecorder:
             values["inputs"] = self._write_whole("inputs", whole)
         if self._curve is not None:
             self._curve.ends(optimizer)
+            if idle_clip and not self._curve.values["clip"]:
+                self._curve.values["clip"] = {"idle": idle_clip}
             values["curve"] = self._curve.values
             if self._curve.tensors:
                 values["curve"] |= self._write_whole("curve", self._curve.tensors)

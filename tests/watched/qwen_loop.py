@@ -4,7 +4,7 @@ clean: the mean over all targets of all ranks and micro-batches; bf16: in bfloat
 loss with `num_items_in_batch`; tied: one matrix for embeddings and head; packed: two documents in a row, told apart by
 their positions; uncached: and by the mask that transformers makes of them where no keys are cached; trial: a batch of
 the loader is tried before the first step, and no pass asks for more batches than there are; two_clips: the head is
-clipped by itself. Each other kind is a fault.
+clipped by itself; by_hand: gradients are summed without a wrapper. Each other kind is a fault.
 """
 
 import contextlib
@@ -38,7 +38,7 @@ if kind == "untied":  # as a load does that assigns each tensor
 with torch.no_grad():
     for parameter in own.parameters():
         parameter += 0.05 * torch.randn_like(parameter)
-model = DDP(own)
+model = own if kind in ("by_hand", "unwrapped") else DDP(own)
 if kind == "q_norm":
     for name, parameter in own.named_parameters():
         if "q_norm" in name:
@@ -111,7 +111,8 @@ for epoch in range(2):
         for place, batch in enumerate(step):
             last = place == len(step) - 1
             lost = kind == "lost" and last
-            sync = contextlib.nullcontext() if last and not lost else model.no_sync()
+            reduces = (last and not lost) or model is own
+            sync = contextlib.nullcontext() if reduces else model.no_sync()
             low = (
                 torch.autocast("cpu", dtype=torch.bfloat16)
                 if kind == "bf16"
@@ -146,6 +147,10 @@ for epoch in range(2):
                 loss.backward()
             if kind == "between" and not last:
                 optimizer.zero_grad()
+        if kind == "by_hand":
+            for parameter in own.parameters():
+                dist.all_reduce(parameter.grad)
+                parameter.grad /= world
         clipped = own.model if kind == "two_clips" else model
         if kind not in ("early_clip", "late_clip"):
             torch.nn.utils.clip_grad_norm_(clipped.parameters(), 1.0)

@@ -134,7 +134,7 @@ def rows_by_step(*ranks: RankRecord) -> dict[int, Rows]:
 _Held = tuple[tuple[int, ...], str, tuple[int, ...], tuple[int, ...]]
 _CHANGED_BY = {
     "weights": "what changes weights on one rank only: unseeded initialisation, a load, an update",
-    "gradients": "what sums gradients over ranks: a parameter that it leaves out, no_sync on the last micro-batch",
+    "gradients": "what sums gradients over ranks: nothing, a parameter left out, no_sync on the last micro-batch",
 }
 
 

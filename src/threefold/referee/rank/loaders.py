@@ -74,6 +74,14 @@ class Loaders:
         if (name := self._names.get(iterator)) is not None:
             self.passes[name]["ended"] = True
 
+    @property
+    def share(self) -> tuple[int | None, int | None]:
+        """Into how many shares the sampler of the last batch divides the rows, and which one it reads."""
+        facts: Values = {}
+        for each in self.passes[self.last]["samplers"] if self.last is not None else ():
+            facts |= each
+        return facts.get("num_replicas"), facts.get("rank")
+
     def attach(self, around: Callable[..., None]) -> None:
         """Hangs these on torch's loaders, by `around` (`RankRecorder.around`)."""
         around(DataLoader, "__iter__", after=self.begins)

@@ -1,7 +1,8 @@
 """Which ranks read their own data and which compute one copy of the model together, as far as the model shows it.
 
 From the wrapper (DistributedDataParallel, FullyShardedDataParallel), from the mesh that `fully_shard` was called with,
-and from the placements of the parameters. Anything not shown there is reported in `unknown`, and is not judged.
+from the placements of the parameters, and, of a model without any of these, from the share of the rows that a sampler
+deals to each rank. Anything not shown there is reported in `unknown`, and is not judged.
 """
 
 import re
@@ -25,8 +26,11 @@ def note_mesh(sharded: Any, module: Any, *args: Any, mesh: Any = None, **kwargs:
     _sharding_meshes.append(mesh)
 
 
-def of(module: Module) -> Values:
+def of(module: Module, share: tuple[int | None, int | None] = (None, None)) -> Values:
     """The record of this rank and its model.
+
+    Args:
+        share: into how many shares the program's sampler divides the rows, and which one this rank reads.
 
     Returns:
         parameters: their names.
@@ -59,7 +63,7 @@ def of(module: Module) -> Values:
     record["groups"] = [sorted(group, key=group.__getitem__) for group in groups.values()]
     try:
         record["how"], record["data_ranks"] = _data_ranks(
-            module, sharded_axes, record["together"], len(all_axes)
+            module, sharded_axes, record["together"], len(all_axes), share
         )
     except ValueError as why:
         record["unknown"] = str(why)
@@ -67,7 +71,11 @@ def of(module: Module) -> Values:
 
 
 def _data_ranks(
-    module: Module, sharded_axes: set[str], together: list[int], num_axes: int
+    module: Module,
+    sharded_axes: set[str],
+    together: list[int],
+    num_axes: int,
+    share: tuple[int | None, int | None],
 ) -> tuple[str, list[int]]:
     """How it is known which ranks read their own rows, and these ranks.
 
@@ -90,8 +98,8 @@ def _data_ranks(
             if len(ranks) < dist.get_world_size():
                 raise ValueError(f"{name} shards over only some of the ranks")
             return name, ranks
+    everyone = list(range(dist.get_world_size()))
     if _inner(module, "FSDPModule") is not None:
-        everyone = list(range(dist.get_world_size()))
         meshes = [
             everyone if mesh is None else mesh.mesh.flatten().tolist()
             for mesh in _sharding_meshes
@@ -103,6 +111,8 @@ def _data_ranks(
     if sharded_axes and all(map(_MODEL_AXIS.search, sharded_axes)):
         axes = " and ".join(sorted(sharded_axes))
         return f"parameters are sharded over {axes} only", [dist.get_rank()]
+    if not together and share == (len(everyone), dist.get_rank()):
+        return "the sampler of each rank", everyone
     raise ValueError(
         "the model has no wrapper and no placement that shows how ranks divide the data"
     )

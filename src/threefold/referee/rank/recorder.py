@@ -232,7 +232,7 @@ class RankRecorder:
                 "model": self._models.setdefault(unwrapped(module), number),
                 "architecture": architecture_of(module),
                 "device": next(module.parameters()).device.type,
-                **placement.of(module),
+                **placement.of(module, self.loaders.share),
             }
             self._file.write("placement", self._shown[module])
             if (zero := zero_of(module)) is not None:

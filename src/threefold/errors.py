@@ -4,8 +4,6 @@ Every message has three parts: what is wrong (the user's own key and value), wha
 gone wrong), and how to fix it (text to paste). Several problems found together travel in one error.
 """
 
-from __future__ import annotations
-
 import errno
 import shlex
 import unicodedata
@@ -75,7 +73,7 @@ class ThreefoldError(Exception):
         self.problems: tuple[Problem, ...] = (Problem(what, expected, fix),)
 
     @classmethod
-    def of(cls, problems: Iterable[Problem]) -> ThreefoldError:
+    def of(cls, problems: Iterable[Problem]) -> "ThreefoldError":
         """One error that carries all `problems` (at least one)."""
         first, *others = problems
         error = cls(first.what, expected=first.expected, fix=first.fix)

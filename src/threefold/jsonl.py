@@ -16,8 +16,8 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import IO, Any, BinaryIO, NamedTuple, Protocol
 
-Metrics = dict[str, Any]
 Values = Mapping[str, Any]
+Metrics = Values
 
 # What shows that a file is still the one that was read; damaged lines that are kept; bytes read at once, of the longest
 # line, and of one that is quoted.

@@ -12,7 +12,6 @@ They are compared before the first step (`begin`), so that a resume that is a ba
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
 
 from threefold.arrays import Int64
 from threefold.audit.digest import AuditWindow, Message, agree, predicted_samples
@@ -23,7 +22,7 @@ from threefold.data.order.order import Place, StepRange, num_batches
 from threefold.data.rows.concat import Rows
 from threefold.data.rows.known_rows import KnownRows
 from threefold.errors import Problem, RunError, rows_text
-from threefold.jsonl import MetricsFile, Tracker
+from threefold.jsonl import MetricsFile, Tracker, Values
 
 
 @dataclass
@@ -145,7 +144,7 @@ def begin(
     *,
     fix: str,
     link: Callable[[], str | None] = lambda: None,
-) -> dict[str, Any]:
+) -> Values:
     """Appends a start to the record at `path`; a RunError with `fix` if it does not begin where the record ends.
 
     Only rank 0 calls it. Returns the start's number, place and checksum, which `link` gives if nothing refuses it.

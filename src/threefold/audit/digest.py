@@ -14,8 +14,6 @@ Digests are 64 bits of XXH3 over little-endian int64 values, seeded with the dig
 So they depend on the order of the steps and on the places in a batch. Rows of -1 have no sample and are left out.
 """
 
-from __future__ import annotations
-
 import time
 from typing import NamedTuple
 
@@ -84,7 +82,7 @@ class Message(NamedTuple):
         return np.array(self, np.uint64).view(np.int64)
 
     @classmethod
-    def unpack(cls, values: Int64) -> Message:
+    def unpack(cls, values: Int64) -> "Message":
         """The inverse of `pack`."""
         return cls(*np.ascontiguousarray(values, np.int64).view(np.uint64).tolist())
 

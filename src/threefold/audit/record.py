@@ -9,10 +9,8 @@ only the last pass counts: the weights were trained on it. A torn last line is i
     skip      batches left out before a step (see `data.order`)
 """
 
-from __future__ import annotations
-
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from pathlib import Path
@@ -26,7 +24,7 @@ from threefold.data.order.order import Order, Place
 from threefold.data.order.partition import Tail
 from threefold.data.order.permutation import ORDER_VERSION, check_order_version
 from threefold.errors import ConfigError, RunError, ThreefoldError
-from threefold.jsonl import from_json
+from threefold.jsonl import Values, from_json
 from threefold.mesh.topology import Topology
 
 FILE = "audit.jsonl"
@@ -45,7 +43,7 @@ class _AuditLine:
     def place(self: Any) -> Place:
         return Place(self.epoch, self.position)
 
-    def to_record(self) -> dict[str, Any]:
+    def to_record(self) -> Values:
         """Plain values, ready for JSON."""
         values = {
             entry.name: getattr(self, entry.name)
@@ -58,7 +56,7 @@ class _AuditLine:
         return {"kind": _KIND_OF[type(self)], **values}
 
     @classmethod
-    def from_record(cls: type[_Line], record: Mapping[str, Any]) -> _Line:
+    def from_record(cls: type[_Line], record: Values) -> _Line:
         """The inverse of `to_record`; ValueError, TypeError or KeyError for anything else."""
         values = {
             entry.name: record[entry.name] for entry in fields(cls) if entry.name != "lengths"
@@ -153,7 +151,7 @@ class SegmentLine(_AuditLine):
         every: int,
         data: str = "",
         checkpoint: str | None = None,
-    ) -> SegmentLine:
+    ) -> "SegmentLine":
         """The first start of a run in `order`, whose step `first_step` begins at `place`."""
         mixture = described(order.mixture) if order.mixture is not None else None
         rows: tuple[Any, ...] = (
@@ -291,7 +289,7 @@ class Segment:
             None,
         )
 
-    def until(self, last_step: int) -> Segment:
+    def until(self, last_step: int) -> "Segment":
         """What remains of it after a later start has read the steps after `last_step` again."""
         last_step = last_step if self.last_step is None else min(last_step, self.last_step)
         last_step = max(last_step, self.start.first_step - 1)

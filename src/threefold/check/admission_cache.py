@@ -17,7 +17,7 @@ import os
 import platform
 import sys
 import sysconfig
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from pathlib import Path
 from types import FunctionType, MethodType, ModuleType
 from typing import Any, NamedTuple
@@ -30,7 +30,7 @@ from torch import nn
 from threefold.build_id import build_id
 from threefold.check.compare import Comparison, Difference
 from threefold.check.probes import Subject
-from threefold.jsonl import write_whole
+from threefold.jsonl import Values, write_whole
 from threefold.mesh.environment import cache_folder
 from threefold.mesh.mesh import Mesh
 
@@ -224,7 +224,7 @@ class _Code:
     def add_class(self, base: type) -> None:
         self.add_functions(base.__module__, base.__qualname__, vars(base))
 
-    def add_functions(self, module: str, owner: str, values: Mapping[str, Any]) -> None:
+    def add_functions(self, module: str, owner: str, values: Values) -> None:
         """Records the functions of a class or an instance, which its own package or an installed one defined."""
         for name, value in values.items():
             if f"{owner}.{name}" == _ADDED:

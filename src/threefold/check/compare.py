@@ -18,6 +18,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
+from threefold.jsonl import Values
 from threefold.model.collectives import whole_of
 from threefold.model.model import Model
 
@@ -299,9 +300,7 @@ class TensorComparison:
         return Difference(bound.quantity, figure, bound.limit, name)
 
 
-def compare_exactly(
-    quantity: str, actual: Mapping[str, Any], expected: Mapping[str, Any]
-) -> list[Difference]:
+def compare_exactly(quantity: str, actual: Values, expected: Values) -> list[Difference]:
     """Compares hashes, integers or floats by name, for equality; at least one difference.
 
     A non-finite float is never equal, and neither is None, which means that a value could not be computed.

@@ -5,8 +5,6 @@ has all four, in a different order, and with several dp ranks the rows of one ha
 between ranks, and a missing reduction shows.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 
@@ -36,7 +34,7 @@ class Mode:
     padding: bool
 
     @classmethod
-    def of(cls, data: DataConfig) -> Mode:
+    def of(cls, data: DataConfig) -> "Mode":
         return cls(bool(data.document_mask), data.packing != "concat")
 
 

@@ -5,8 +5,6 @@ adapters that are trained and the head that is compared with the model's logits.
 document.
 """
 
-from __future__ import annotations
-
 import copy
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -80,7 +78,7 @@ def forward_backward(
     *,
     times: Sequence[int] | None = None,
     copies: int = 1,
-    outputs: LayerOutputs | None = None,
+    outputs: "LayerOutputs | None" = None,
 ) -> MeanLoss:
     """Adds the gradient of a global batch's mean cross entropy, and of its routers' loss, to `.grad`.
 
@@ -130,7 +128,7 @@ def pairs_forward_backward(
     *,
     reference: PreTrainedModel,
     asked: DpoConfig,
-    outputs: LayerOutputs | None = None,
+    outputs: "LayerOutputs | None" = None,
 ) -> MeanLoss:
     """Adds the gradient of the mean loss of a global batch's pairs of answers (`train.objective: dpo`) to `.grad`.
 
@@ -198,7 +196,7 @@ def documents_of(batch: Batch, row: int) -> Iterator[Document]:
 
 
 def _compute(
-    model: Any, document: Document, outputs: LayerOutputs | None, *, routers: bool = False
+    model: Any, document: Document, outputs: "LayerOutputs | None", *, routers: bool = False
 ) -> Any:
     if outputs is not None:
         outputs.document = document

@@ -4,16 +4,14 @@
 conversation have none.
 """
 
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 from threefold.checkpoint.checkpoint_folder import Checkpoint
 from threefold.config.schema import Config
 from threefold.data.chat.labeller import template_file
 from threefold.data.text.known_bytes import content_digest
 from threefold.errors import CheckpointError, shell_word
-from threefold.jsonl import write_whole
+from threefold.jsonl import Values, write_whole
 
 FILE = "chat_template.jinja"
 KEY = "chat_template"
@@ -53,7 +51,7 @@ def template_of(checkpoint: Checkpoint, config: Config) -> str | None:
 
 
 def refuse_other(
-    manifest: Mapping[str, Any], template: str | None, config: Config, checkpoint: Checkpoint
+    manifest: Values, template: str | None, config: Config, checkpoint: Checkpoint
 ) -> None:
     """Raises CheckpointError if a run is resumed with another template than it was trained with."""
     recorded = manifest.get(KEY)

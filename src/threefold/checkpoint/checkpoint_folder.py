@@ -15,7 +15,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
-from typing import Any
 
 from threefold.checkpoint.lineage import Author, Identity
 from threefold.checkpoint.seal import (
@@ -28,7 +27,7 @@ from threefold.checkpoint.seal import (
     wrong_sizes,
 )
 from threefold.errors import CheckpointError, shell_word
-from threefold.jsonl import from_json, write_whole
+from threefold.jsonl import Values, from_json, write_whole
 
 FORMAT = 2
 _MARKER = "COMPLETE"
@@ -69,7 +68,7 @@ class Checkpoint:
         except OSError:
             return None
 
-    def manifest(self) -> dict[str, Any]:
+    def manifest(self) -> Values:
         """Returns what the checkpoint belongs to: config, mesh, versions, data and cursor, and the seals of its files.
 
         Raises:
@@ -173,7 +172,7 @@ class CheckpointFolder:
         shutil.rmtree(self.partial(step), ignore_errors=True)
 
     def commit(
-        self, step: int, manifest: Mapping[str, Any], seals: Mapping[str, Seal] | None = None
+        self, step: int, manifest: Values, seals: Mapping[str, Seal] | None = None
     ) -> Checkpoint:
         """Writes the manifest and the marker, and gives the folder its name; one rank calls it when all are done.
 
@@ -295,7 +294,7 @@ def seal_folder(
     partial: Path,
     final: Path,
     step: int,
-    manifest: Mapping[str, Any],
+    manifest: Values,
     seals: Mapping[str, Seal],
 ) -> Checkpoint:
     """Makes the written folder `partial` the checkpoint `final`: manifest, marker, name.

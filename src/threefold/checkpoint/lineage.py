@@ -256,11 +256,11 @@ class Journal:
         lines = [*Journal(self._path.parent / "logs").lines(), *self.lines()]
         return [line for line in lines if line["event"] == "ending"]
 
-    def starts(self) -> list[dict[str, Any]]:
+    def starts(self) -> list[Values]:
         """The lines of accepted starts."""
         return [line for line in self.lines() if line["event"] == "start"]
 
-    def chain(self) -> list[dict[str, Any]]:
+    def chain(self) -> list[Values]:
         """Its starts, as in run.json."""
         names = [entry.name for entry in fields(Start)]
         return [{name: line.get(name) for name in names} for line in self.starts()]

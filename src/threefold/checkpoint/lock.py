@@ -4,8 +4,6 @@ It is a kernel record lock (`fcntl.lockf`). The end of the process releases it, 
 loader workers that outlive a killed rank do not keep it. On a network file system, other hosts see it. No torch.
 """
 
-from __future__ import annotations
-
 import contextlib
 import errno
 import fcntl
@@ -99,7 +97,7 @@ class RunLock:
         if self._file is not None:
             self._file.close()
 
-    def __enter__(self) -> RunLock:
+    def __enter__(self) -> "RunLock":
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:

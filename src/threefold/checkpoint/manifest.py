@@ -50,7 +50,7 @@ _LAYERS = (
 )
 
 
-def read_manifest(checkpoint: Checkpoint) -> dict[str, Any]:
+def read_manifest(checkpoint: Checkpoint) -> Values:
     """Returns the manifest of a checkpoint, with everything that a resume or an export needs.
 
     Raises:
@@ -86,7 +86,7 @@ def manifest_of(
     mesh: Mesh,
     base: str | None,
     code: str | None,
-) -> dict[str, Any]:
+) -> Values:
     """What a manifest says of the model and of what computes it.
 
     Args:
@@ -405,7 +405,7 @@ def refuse_other_user_objects(
         )
 
 
-def architecture_of(config: PretrainedConfig) -> dict[str, Any]:
+def architecture_of(config: PretrainedConfig) -> Values:
     """The model's config as plain values, without those that do not belong to the weights."""
     values = json.loads(config.to_json_string(use_diff=False))
     volatile = (

@@ -9,6 +9,7 @@ from collections.abc import Container
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from threefold.checkpoint.tensor_index import Index
@@ -20,7 +21,7 @@ _ADAM = (torch.optim.Adam, torch.optim.AdamW)
 
 
 def optimizer_state(
-    model: nn.Module, optimizer: torch.optim.Optimizer, held: Container[str] = ()
+    model: nn.Module, optimizer: Optimizer, held: Container[str] = ()
 ) -> dict[str, Tensor]:
     """Live tensors of the optimizer's state; Adam's are made here before its first step, as it makes them.
 
@@ -57,7 +58,7 @@ def optimizer_state(
         if not isinstance(key, Tensor):
             raise _refused(optimizer, f"{key!r} belongs to no parameter")
     for name, value in vars(optimizer).items():
-        beside = value.state if isinstance(value, torch.optim.Optimizer) else value
+        beside = value.state if isinstance(value, Optimizer) else value
         if beside is optimizer.state or not isinstance(beside, dict):
             continue
         if any(
@@ -67,7 +68,7 @@ def optimizer_state(
     return state
 
 
-def _refused(optimizer: torch.optim.Optimizer, what: str) -> ConfigError:
+def _refused(optimizer: Optimizer, what: str) -> ConfigError:
     return ConfigError(
         f"the optimizer {type(optimizer).__name__} has a state that cannot be kept: {what}",
         expected="tensors split like the parameters, which any mesh can read",
@@ -99,7 +100,7 @@ def plain_state(kept: dict[str, object]) -> dict[str, object]:
     return plain
 
 
-def makes_its_state(optimizer: torch.optim.Optimizer) -> bool:
+def makes_its_state(optimizer: Optimizer) -> bool:
     """Whether the state is Adam's, which is known before a step was made."""
     return type(optimizer) in _ADAM and not any(
         group.get("amsgrad") for group in optimizer.param_groups
@@ -125,9 +126,7 @@ def _is_split(tensor: Tensor) -> bool:
     return any(size > 1 and not placement.is_replicate() for placement, size in sizes)
 
 
-def refuse_other_state(
-    model: nn.Module, optimizer: torch.optim.Optimizer, index: Index
-) -> None:
+def refuse_other_state(model: nn.Module, optimizer: Optimizer, index: Index) -> None:
     """CheckpointError if a checkpoint has the state of another optimizer; forgets what it lacks altogether.
 
     The optimizer has a state for all parameters, whose values are to be read from the checkpoint.

@@ -5,8 +5,6 @@ Checksums find damage; they are not a signature. xxh3 reads about 30 GB/s per co
 reading.
 """
 
-from __future__ import annotations
-
 import contextlib
 import hashlib
 import os
@@ -31,7 +29,7 @@ class Seal:
         return [self.size_bytes, self.checksum]
 
     @classmethod
-    def from_json(cls, values: Any) -> Seal:
+    def from_json(cls, values: Any) -> "Seal":
         """The inverse of `to_json`; ValueError if `values` is not a seal."""
         match values:
             case [int(size_bytes), str(checksum)] if (
@@ -69,7 +67,7 @@ class SealedWriter:
         self._file.close()
         return Seal(self._size_bytes, self._sum.hexdigest())
 
-    def __enter__(self) -> SealedWriter:
+    def __enter__(self) -> "SealedWriter":
         return self
 
     def __exit__(self, *exception: object) -> None:

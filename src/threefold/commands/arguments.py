@@ -1,7 +1,5 @@
 """The part of a command line that is the config: a file and `--section.key value` pairs; a shell completes them too."""
 
-from __future__ import annotations
-
 import difflib
 import re
 from collections.abc import Sequence
@@ -92,7 +90,7 @@ class WithKeys(TyperCommand):
         return [item(word) for word in words if word.startswith(incomplete)]
 
 
-def load_config(arguments: Sequence[str]) -> LoadedConfig:
+def load_config(arguments: Sequence[str]) -> "LoadedConfig":
     """The config of a command line, over what a launcher suggests and a managed job sets."""
     from threefold.config import loading
 
@@ -124,7 +122,7 @@ def on_this_machine(to: Path | None) -> Path | None:
     return to
 
 
-def settled(config: Config) -> dict[str, str]:
+def settled(config: "Config") -> dict[str, str]:
     """section.key -> what an automatic key becomes in this place, and why."""
     from threefold.plan.shown_choices import automatic
 

@@ -3,10 +3,10 @@
 import json
 import os
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
@@ -25,6 +25,7 @@ from threefold.doctor.findings import (
 )
 from threefold.doctor.ranks import agree_on_code, look_at_machine, look_at_mesh
 from threefold.errors import EXIT_FAILED, ThreefoldError
+from threefold.jsonl import Values
 from threefold.mesh import environment, local_ranks
 from threefold.mesh.topology import Topology, resolve
 
@@ -152,7 +153,7 @@ def run_rank(config: Config, topology: Topology, options: ReportOptions) -> int:
 
 
 def _memory(
-    config: Config, topology: Topology, gpus: Sequence[Mapping[str, Any]], ranks_here: int
+    config: Config, topology: Topology, gpus: Sequence[Values], ranks_here: int
 ) -> list[Finding]:
     """The estimated memory of a rank of the config's model; nothing where that is not known here."""
     from threefold.commands.model_config import values_of
@@ -196,7 +197,7 @@ def _memory(
     ]
 
 
-def _refused(error: ThreefoldError, findings: Sequence[Finding], facts: dict[str, Any]) -> int:
+def _refused(error: ThreefoldError, findings: Sequence[Finding], facts: Values) -> int:
     """Prints as JSON what was found before an error, and the error; returns its exit code."""
     faults = [stop("request", each.what, each.expected, each.fix) for each in error.problems]
     sys.stderr.write(f"{error}\n")
@@ -207,7 +208,7 @@ def _refused(error: ThreefoldError, findings: Sequence[Finding], facts: dict[str
 def _show(
     findings: Sequence[Finding],
     ranks: Sequence[str],
-    facts: dict[str, Any],
+    facts: Values,
     options: ReportOptions,
 ) -> int:
     """Prints a report; returns its exit code."""

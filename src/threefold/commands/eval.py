@@ -1,7 +1,5 @@
 """`threefold eval`: the loss of a run's checkpoint over held-out data, and its scores in tasks."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -63,8 +61,8 @@ def command(
 
 
 def _rank(
-    loaded: LoadedConfig,
-    topology: Topology,
+    loaded: "LoadedConfig",
+    topology: "Topology",
     checkpoint: Path,
     step: int,
     ema: bool,

@@ -2,13 +2,14 @@
 
 import json
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
 from threefold.commands.arguments import AsJson
 from threefold.commands.run_argument import only_here, runs_here
 from threefold.errors import ConfigError, shell_word
+from threefold.jsonl import Values
 
 _SHARES = ("compute", "communication", "host", "idle", "overlapped")
 
@@ -51,11 +52,11 @@ def command(
     typer.echo(f"traces for https://ui.perfetto.dev: {folder}/rank-*.json.gz")
 
 
-def _read(path: Path) -> dict[str, Any]:
+def _read(path: Path) -> Values:
     from threefold.records.files import json_of
 
     try:
-        values: dict[str, Any] = json_of(path)
+        values = json_of(path)
         if {"steps", "step_s", "phases", "kernels", *_SHARES} <= set(values):
             return values
         reason = "some of its figures are missing"
@@ -68,7 +69,7 @@ def _read(path: Path) -> dict[str, Any]:
     )
 
 
-def _lines(ranks: dict[str, dict[str, Any]]) -> list[str]:
+def _lines(ranks: dict[str, Values]) -> list[str]:
     lines = ["           s/step  " + "  ".join(f"{name:>13}" for name in _SHARES)]
     for rank, values in ranks.items():
         shares = "  ".join(f"{values[name]:13.1%}" for name in _SHARES)

@@ -1,7 +1,5 @@
 """`threefold referee -- COMMAND`: watches any training, and reports what is proved or refuted about it."""
 
-from __future__ import annotations
-
 import shlex
 import sys
 import tempfile
@@ -68,7 +66,7 @@ def command(
     sys.exit(verdict.exit_code)
 
 
-def _judged(arguments: list[str]) -> CommandVerdict:
+def _judged(arguments: list[str]) -> "CommandVerdict":
     from threefold.referee.judge.verdict import judge
 
     match [argument for argument in arguments if argument != "--json"]:
@@ -84,7 +82,7 @@ def _judged(arguments: list[str]) -> CommandVerdict:
 
 def _watched(
     watched: list[str], record: Path | None, alone: list[str], settings: dict[str, Any]
-) -> CommandVerdict:
+) -> "CommandVerdict":
     from threefold.referee.judge.verdict import judge
     from threefold.referee.watch import run_alone, watch
 

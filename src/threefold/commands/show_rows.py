@@ -1,7 +1,5 @@
 """Rows as text, with the trained tokens marked: the documents of a source, or the packed rows that a run reads."""
 
-from __future__ import annotations
-
 import json
 import sys
 from collections import Counter
@@ -356,7 +354,7 @@ def sides_of(config: Config) -> tuple[Rows, Rows]:
     return training, held_out
 
 
-def _one_process() -> Mesh:
+def _one_process() -> "Mesh":
     # Opening a run's data imports torch.
     import torch
 

@@ -171,7 +171,7 @@ def _put(
     origins[key] = origin
 
 
-def _existing_keys(values: Mapping[str, Values]) -> dict[str, Any]:
+def _existing_keys(values: Mapping[str, Values]) -> Values:
     """The values of keys that exist."""
     sections: dict[str, Any] = {}
     for section in values.keys() & Config.model_fields.keys():
@@ -306,7 +306,7 @@ def _names(section: str, keys: Values) -> Iterator[str]:
 # Beginnings of texts that determine how they are parsed: quotes, blocks, tags.
 _MARKED = "\"'|>&!*"
 # Keys whose values have their own keys, which are checked with the value.
-_WITH_KEYS_BELOW: Mapping[str, Any] = {
+_WITH_KEYS_BELOW: Values = {
     "data.mixture": (
         MixtureSource,
         "a source and its weight under each name",

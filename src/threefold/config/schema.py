@@ -4,8 +4,6 @@ A config is what the user asked for and is never edited; automatic choices live 
 files and the command line, and reports what is wrong with it in three parts.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Iterator, Mapping
 from typing import Annotated, Any, Literal
@@ -25,6 +23,7 @@ from threefold.config.section import (
     Sources,
     StepRange,
 )
+from threefold.jsonl import Values
 
 
 class LoraConfig(Section):
@@ -380,11 +379,11 @@ class Config(Section):
         """Whether steps run during a save, which then writes a copy: not if only the last state is saved."""
         return bool(self.checkpoint.every or (self.evaluates and self.eval.every))
 
-    def with_rate(self, lr: float) -> Config:
+    def with_rate(self, lr: float) -> "Config":
         """A copy with `lr` as its peak learning rate."""
         return self.changed(optimizer={"lr": lr})
 
-    def changed(self, **sections: Mapping[str, Any]) -> Config:
+    def changed(self, **sections: Mapping[str, Any]) -> "Config":
         """A copy with other values in some sections: `config.changed(train={"seed": 1})`; they are not checked."""
         copies = {
             name: getattr(self, name).model_copy(update=values)
@@ -413,12 +412,10 @@ def keys_of(section: str) -> Iterator[str]:
         )
 
 
-def inner_sections(section: str) -> dict[str, Any]:
+def inner_sections(section: str) -> Values:
     """The keys of a section that are sections themselves, and their schemas."""
     field = Config.model_fields.get(section)
-    fields: Mapping[str, Any] = (
-        getattr(field.annotation, "model_fields", {}) if field is not None else {}
-    )
+    fields: Values = getattr(field.annotation, "model_fields", {}) if field is not None else {}
     return {
         key: kind
         for key, entry in fields.items()
@@ -429,7 +426,7 @@ def inner_sections(section: str) -> dict[str, Any]:
 DEFAULT_STEPS = 120  # without train.steps and train.epochs
 RATE_OF_RANDOM = 2e-3  # optimizer.lr: auto, for random weights
 # About one million parameters: trained if no model is named. Sizes divide by 2, 4 and 8 ranks.
-EMBEDDED_DEFAULT: Mapping[str, Any] = {
+EMBEDDED_DEFAULT: Values = {
     "model_type": "llama",
     "hidden_size": 128,
     "intermediate_size": 384,

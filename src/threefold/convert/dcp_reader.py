@@ -6,8 +6,6 @@ uses become inert records, and any other is refused. A .distcp file holds tensor
 read with `weights_only`.
 """
 
-from __future__ import annotations
-
 import io
 import pickle
 from collections import OrderedDict
@@ -89,7 +87,7 @@ class _Indexed:
 
 class _Safetensors(_Indexed):
     @classmethod
-    def open(cls, folder: Path) -> _Safetensors:
+    def open(cls, folder: Path) -> "_Safetensors":
         return cls(folder, index_of_dcp(folder).entries, ())
 
     def read(self, name: str) -> Tensor:
@@ -103,7 +101,7 @@ class _Native(_Indexed):
     lengths: Mapping[tuple[str, int], int]
 
     @classmethod
-    def open(cls, folder: Path) -> _Native:
+    def open(cls, folder: Path) -> "_Native":
         try:
             content = io.BytesIO((folder / METADATA).read_bytes())
             return _described(folder, _Inert(content).load())
@@ -145,7 +143,7 @@ class _Several:
     owner: Mapping[str, Foreign]
 
     @classmethod
-    def of(cls, parts: Sequence[Foreign], folder: Path) -> _Several:
+    def of(cls, parts: Sequence[Foreign], folder: Path) -> "_Several":
         owner: dict[str, Foreign] = {}
         for part in parts:
             if twice := sorted(owner.keys() & part.tensors.keys()):

@@ -8,8 +8,6 @@ of vocabulary. No code from the repository runs. A document ends with the model'
 decides how it begins, and how control tokens spelled out in it are treated.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
@@ -23,7 +21,7 @@ from threefold.config.paths import expanded
 from threefold.data.text.known_bytes import content_digest
 from threefold.data.text.source import Labels
 from threefold.errors import DataError, first_line, passing
-from threefold.jsonl import from_json
+from threefold.jsonl import Values, from_json
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer as Backend
@@ -350,7 +348,7 @@ def _download(name: str, *, revision: str | None, key: str) -> Path:
         ) from error
 
 
-def _end_id(folder: Path, backend: Backend) -> int | None:
+def _end_id(folder: Path, backend: "Backend") -> int | None:
     """The end-of-sequence token in the files next to tokenizer.json; the tokenizer's own precedes the model's."""
     for config in _configs(folder):
         token = config.get("eos_token")
@@ -368,7 +366,7 @@ def _end_id(folder: Path, backend: Backend) -> int | None:
     return None
 
 
-def _configs(folder: Path) -> Iterator[dict[str, Any]]:
+def _configs(folder: Path) -> Iterator[Values]:
     for name in CONFIGS:
         try:
             config = from_json((folder / name).read_bytes())

@@ -4,8 +4,6 @@ Every rank calls `measure`; nothing waits longer than the limit. Each rank notes
 rank that waits in vain sees there who is missing. The measurements are plain values; `judge` reads those of all ranks.
 """
 
-from __future__ import annotations
-
 import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -78,7 +76,7 @@ class Measured:
     pairs: dict[str, tuple[float, float]]
 
     @classmethod
-    def of(cls, values: Mapping[str, Any]) -> Measured:
+    def of(cls, values: Mapping[str, Any]) -> "Measured":
         """The inverse of `dataclasses.asdict`."""
         axes = {name: Timing(**timing) for name, timing in values["axes"].items()}
         return cls(

@@ -20,6 +20,7 @@ from threefold.config.schema import Config
 from threefold.doctor import gpu, machine, network, nvidia, packages, rdma
 from threefold.doctor.findings import Finding, judged, note, ok, stop, warning
 from threefold.errors import EXIT_FAILED, ranks_text
+from threefold.jsonl import Values
 from threefold.mesh import environment
 from threefold.mesh.launchers.info import LaunchInfo
 from threefold.mesh.topology import AXES, Topology
@@ -171,7 +172,7 @@ def agree_on_code(
 
 def _measured(
     mesh: Mesh, report: MachineReport, info: LaunchInfo, *, limit_s: float
-) -> tuple[list[RankReport], dict[str, Any] | None, Finding | None]:
+) -> tuple[list[RankReport], Values | None, Finding | None]:
     """(the reports of the ranks that sent one, this rank's measurements, the operation that did not end)."""
     from threefold.doctor import collectives
 
@@ -217,9 +218,7 @@ def _exchange(mesh: Mesh, name: str, part: str, limit_s: float) -> dict[int, str
     return texts
 
 
-def _of_others(
-    reports: Sequence[RankReport], heard: dict[int, dict[str, Any]]
-) -> list[Finding]:
+def _of_others(reports: Sequence[RankReport], heard: dict[int, Values]) -> list[Finding]:
     """The faults of each other machine, as its first rank found them."""
     findings, hosts = [], {reports[0].host}
     for report in reports:
@@ -232,7 +231,7 @@ def _of_others(
 
 
 def _of_links(
-    heard: dict[int, dict[str, Any]], reports: Sequence[RankReport], mesh: Mesh
+    heard: dict[int, Values], reports: Sequence[RankReport], mesh: Mesh
 ) -> list[Finding]:
     from threefold.doctor import collectives
 

@@ -13,7 +13,7 @@ import os
 import time
 import uuid
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import redirect_stdout
 from dataclasses import dataclass
 from datetime import datetime
@@ -23,7 +23,7 @@ from typing import Any
 
 from threefold.config.paths import METRICS
 from threefold.errors import Problem, first_line
-from threefold.jsonl import Lines, Metrics, Tracker
+from threefold.jsonl import Lines, Metrics, Tracker, Values
 
 log = logging.getLogger("threefold")
 
@@ -55,8 +55,8 @@ class RunDescription:
 
     folder: Path
     project: str
-    config: Mapping[str, Any]
-    facts: Mapping[str, Any]
+    config: Values
+    facts: Values
     first_step: int = 1
 
     @property

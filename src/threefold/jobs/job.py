@@ -14,6 +14,7 @@ from typing import Any
 from threefold.config.schema import Config, MeshConfig
 from threefold.config.yaml_text import parse
 from threefold.errors import ConfigError, Problem, RunError
+from threefold.jsonl import Values
 from threefold.mesh.topology import Topology, resolve
 
 # Parts of names, between underscores: MY_PASS, OPENAI_KEY, HF_AUTH; not TOKENIZERS_PARALLELISM.
@@ -150,7 +151,7 @@ def named_pairs(
     return pairs
 
 
-def with_set(described: dict[str, Any], texts: Mapping[str, str]) -> dict[str, Any]:
+def with_set(described: Values, texts: Mapping[str, str]) -> Values:
     """A description with the values of `--set PATH=YAML` at the paths that they name; ConfigError if one has none."""
     for path, text in texts.items():
         *outer, name = path.split(".")

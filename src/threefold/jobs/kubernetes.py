@@ -19,6 +19,7 @@ from threefold.errors import EXIT_STOPPED_WITH_CHECKPOINT, Problem
 from threefold.jobs.clusters import Job
 from threefold.jobs.job import Ranks, checked_name, handed_to, with_set
 from threefold.jobs.settings import setting
+from threefold.jsonl import Values
 
 KINDS = ("pytorchjob", "trainjob", "jobset")
 _CONFIG_FOLDER = "/etc/threefold"
@@ -122,9 +123,7 @@ def problems(config: Config, ranks: Ranks, options: KubernetesSettings) -> Itera
         )
 
 
-def manifests(
-    config: Config, ranks: Ranks, options: KubernetesSettings
-) -> list[dict[str, Any]]:
+def manifests(config: Config, ranks: Ranks, options: KubernetesSettings) -> list[Values]:
     """The ConfigMap, for a TrainJob its runtime, and the job.
 
     Names hold a digest of what they name: a job that is submitted later never changes the config of one that runs.
@@ -138,7 +137,7 @@ def manifests(
     return _documents(job, options)
 
 
-def _documents(job: Job, options: KubernetesSettings) -> list[dict[str, Any]]:
+def _documents(job: Job, options: KubernetesSettings) -> list[Values]:
     builders = {"pytorchjob": _pytorch_job, "trainjob": _train_job, "jobset": _job_set}
     config_map = {
         **_resource(options, "v1", "ConfigMap", name=_config_name(job.config, options)),
@@ -193,7 +192,7 @@ def send(job: Job, options: KubernetesSettings) -> str:
 
 def _resource(
     options: KubernetesSettings, version: str, kind: str, *, name: str | None = None
-) -> dict[str, Any]:
+) -> Values:
     namespace = {"namespace": options.namespace} if options.namespace is not None else {}
     labels = {"app.kubernetes.io/name": "threefold"}
     if options.queue is not None and kind in ("PyTorchJob", "JobSet", "TrainJob"):
@@ -202,14 +201,12 @@ def _resource(
     return {"apiVersion": version, "kind": kind, "metadata": metadata}
 
 
-def _environment(job: Job, options: KubernetesSettings) -> list[dict[str, Any]]:
+def _environment(job: Job, options: KubernetesSettings) -> list[Values]:
     # The cluster would put the value of another variable in place of $(NAME).
     values = {name: value.replace("$(", "$$(") for name, value in options.variables.items()}
     # torchrun reads this: how long its ranks may take to save after a stop signal.
     values["PET_SHUTDOWN_TIMEOUT"] = str(job.config.checkpoint.grace_s)
-    entries: list[dict[str, Any]] = [
-        {"name": name, "value": value} for name, value in values.items()
-    ]
+    entries: list[Values] = [{"name": name, "value": value} for name, value in values.items()]
     for name, secret in options.secrets.items():
         secret_name, _, key = secret.partition("/")
         entries.append(
@@ -218,7 +215,7 @@ def _environment(job: Job, options: KubernetesSettings) -> list[dict[str, Any]]:
     return entries
 
 
-def _resources(job: Job, options: KubernetesSettings) -> dict[str, Any]:
+def _resources(job: Job, options: KubernetesSettings) -> Values:
     gpus = options.gpus_per_node
     if gpus is None:
         gpus = 0 if job.config.mesh.device == "cpu" else job.ranks.per_host
@@ -231,13 +228,13 @@ def _resources(job: Job, options: KubernetesSettings) -> dict[str, Any]:
     return {key: value for key, value in (("limits", limits), ("requests", requests)) if value}
 
 
-def _pod(job: Job, options: KubernetesSettings, container: dict[str, Any]) -> dict[str, Any]:
-    volumes: list[dict[str, Any]] = [
+def _pod(job: Job, options: KubernetesSettings, container: Values) -> Values:
+    volumes: list[Values] = [
         {"name": "config", "configMap": {"name": _config_name(job.config, options)}},
         # The default of 64 MiB is too small for loader processes and NCCL.
         {"name": "shm", "emptyDir": {"medium": "Memory", "sizeLimit": options.shm}},
     ]
-    mounts: list[dict[str, Any]] = [
+    mounts: list[Values] = [
         {"name": "config", "mountPath": _CONFIG_FOLDER, "readOnly": True},
         {"name": "shm", "mountPath": "/dev/shm"},
     ]
@@ -247,7 +244,8 @@ def _pod(job: Job, options: KubernetesSettings, container: dict[str, Any]) -> di
         )
         mounts.append({"name": f"volume-{number}", "mountPath": folder})
     if any(map(_RDMA.search, options.resources)):
-        container["securityContext"] = {"capabilities": {"add": ["IPC_LOCK"]}}
+        locking = {"capabilities": {"add": ["IPC_LOCK"]}}
+        container = {**container, "securityContext": locking}
     pod = {
         "terminationGracePeriodSeconds": job.config.checkpoint.grace_s + _LEAVE_S,
         "containers": [{**container, "volumeMounts": mounts}],
@@ -256,7 +254,7 @@ def _pod(job: Job, options: KubernetesSettings, container: dict[str, Any]) -> di
     return with_set(pod, options.more)
 
 
-def _container(job: Job, options: KubernetesSettings, *, name: str) -> dict[str, Any]:
+def _container(job: Job, options: KubernetesSettings, *, name: str) -> Values:
     environment = _environment(job, options)
     resources = _resources(job, options)
     return {"name": name, "image": options.image, "env": environment, "resources": resources}
@@ -264,7 +262,7 @@ def _container(job: Job, options: KubernetesSettings, *, name: str) -> dict[str,
 
 def _torchrun_pod(
     job: Job, options: KubernetesSettings, *, container: str, place: list[str]
-) -> dict[str, Any]:
+) -> Values:
     """A pod that starts its ranks itself; `place` is its index among several pods."""
     ranks = job.ranks
     sizes = [f"--nnodes={ranks.num_hosts}", f"--nproc-per-node={ranks.per_host}"]
@@ -272,7 +270,7 @@ def _torchrun_pod(
     return _pod(job, options, {**_container(job, options, name=container), "command": command})
 
 
-def _pytorch_job(job: Job, options: KubernetesSettings) -> list[dict[str, Any]]:
+def _pytorch_job(job: Job, options: KubernetesSettings) -> list[Values]:
     ranks = job.ranks
     # The operator sets these in every pod; there, RANK is the pod's number.
     place = [
@@ -307,7 +305,7 @@ def _pytorch_job(job: Job, options: KubernetesSettings) -> list[dict[str, Any]]:
     ]
 
 
-def _train_job(job: Job, options: KubernetesSettings) -> list[dict[str, Any]]:
+def _train_job(job: Job, options: KubernetesSettings) -> list[Values]:
     """A runtime of the job's own, and the job; Trainer gives torchrun its rank and rendezvous by PET_ variables."""
     spec = _jobs(_pod(job, options, _container(job, options, name="node")), options)
     # By this label Trainer knows the job whose container gets the command.
@@ -339,7 +337,7 @@ def _train_job(job: Job, options: KubernetesSettings) -> list[dict[str, Any]]:
     ]
 
 
-def _jobs(pod: dict[str, Any], options: KubernetesSettings, **sizes: Any) -> dict[str, Any]:
+def _jobs(pod: Values, options: KubernetesSettings, **sizes: Any) -> Values:
     """What a JobSet runs: pods that are made again together when one of them ends without having finished.
 
     An eviction, and a stop that saved, do not count as restarts.
@@ -368,7 +366,7 @@ def _jobs(pod: dict[str, Any], options: KubernetesSettings, **sizes: Any) -> dic
     }
 
 
-def _job_set(job: Job, options: KubernetesSettings) -> list[dict[str, Any]]:
+def _job_set(job: Job, options: KubernetesSettings) -> list[Values]:
     master = f"{options.name}-node-0-0.{options.name}"
     place = [
         "--node-rank=$(JOB_COMPLETION_INDEX)",

@@ -198,7 +198,9 @@ def source_of(options: SageMakerSettings) -> str:
     return f"{options.output.rstrip('/')}/{options.name}/source/sourcedir.tar.gz"
 
 
-def request(ranks: Ranks, options: SageMakerSettings, *, region: str | None) -> dict[str, Any]:
+def request(
+    ranks: Ranks, options: SageMakerSettings, *, region: str | None
+) -> Mapping[str, Any]:
     """Returns the CreateTrainingJob request, which contains no values of secrets."""
     checked_name(options.name, longest=63)
     place = f"{options.output.rstrip('/')}/{options.name}"

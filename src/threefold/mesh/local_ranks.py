@@ -5,8 +5,6 @@ this process keeps, and which, like all that they open among themselves, listens
 outside this machine can reach a run of local ranks. They end with this process, however it ends.
 """
 
-from __future__ import annotations
-
 import contextlib
 import gc
 import multiprocessing
@@ -182,7 +180,7 @@ class _Ranks:
             for process in self._all:
                 process.start()
 
-    def run(self, signals: Signals, grace_s: float, ended: _Ended) -> tuple[int, bool]:
+    def run(self, signals: "Signals", grace_s: float, ended: _Ended) -> tuple[int, bool]:
         """Starts the ranks and waits for their end; returns the exit code, and whether another start could help."""
         try:
             self._start()

@@ -23,6 +23,7 @@ import torch
 import torch.distributed as dist
 
 from threefold.errors import Problem
+from threefold.jsonl import Values
 from threefold.mesh import rendezvous_auth
 from threefold.mesh import rendezvous_errors as errors
 from threefold.mesh.environment import LOOPBACK, namespace_here, stay_on_loopback
@@ -260,14 +261,15 @@ def _refusal(address: tuple[str, int], deadline: float) -> str | None:
 
 
 def _verdict(
-    store: Any, info: LaunchInfo, report: dict[str, Any], deadline: float, timeout_s: float
-) -> tuple[dict[str, Any], bool]:
+    store: Any, info: LaunchInfo, report: Values, deadline: float, timeout_s: float
+) -> tuple[Values, bool]:
     """The verdict of the rank that found it first, and whether that is this rank."""
 
-    def publish(verdict: dict[str, Any]) -> tuple[dict[str, Any], bool]:
-        verdict["by"] = [info.host, os.getpid()]
-        accepted = json.loads(store.compare_set("verdict", "", json.dumps(verdict)))
-        return accepted, accepted["by"] == verdict["by"]
+    def publish(verdict: Values) -> tuple[Values, bool]:
+        by = [info.host, os.getpid()]
+        own = json.dumps({**verdict, "by": by})
+        accepted = json.loads(store.compare_set("verdict", "", own))
+        return accepted, accepted["by"] == by
 
     before = json.loads(store.compare_set(f"here/{info.rank}", "", json.dumps(report)))
     if (before["host"], before["process"]) != (report["host"], report["process"]):
@@ -287,9 +289,7 @@ def _verdict(
     return json.loads(store.get("verdict")), False
 
 
-def _given_up(
-    store: Any, info: LaunchInfo, keys: Sequence[str], timeout_s: float
-) -> dict[str, Any]:
+def _given_up(store: Any, info: LaunchInfo, keys: Sequence[str], timeout_s: float) -> Values:
     """The verdict when the time is over: who is missing, or who expects another number of ranks."""
     absent = [rank for rank in range(info.world_size) if not store.check([keys[rank]])]
     present = [key for rank, key in enumerate(keys) if rank not in absent]
@@ -300,7 +300,7 @@ def _given_up(
     return _failed([missing], present=len(present))
 
 
-def _reports(store: Any, keys: Sequence[str]) -> list[dict[str, Any]]:
+def _reports(store: Any, keys: Sequence[str]) -> list[Values]:
     return [
         {"rank": int(key.rpartition("/")[2]), **json.loads(text)}
         for key, text in zip(keys, store.multi_get(list(keys)), strict=True)
@@ -314,12 +314,12 @@ def _self_refusal(info: LaunchInfo) -> str | None:
     return _refusal((info.master_addr, info.master_port), time.monotonic() + _ONE_CONNECTION_S)
 
 
-def _failed(problems: Sequence[Problem], present: int = 1) -> dict[str, Any]:
+def _failed(problems: Sequence[Problem], present: int = 1) -> Values:
     texts = [[each.what, each.expected, each.fix] for each in problems]
     return {"problems": texts, "present": present, "hosts": [], "local": False}
 
 
-def _compared(reports: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+def _compared(reports: Sequence[Values]) -> Values:
     problems = [
         errors.differs(name, others, reports[0])
         for name, expected in reports[0]["facts"].items()

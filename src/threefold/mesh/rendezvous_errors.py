@@ -1,9 +1,9 @@
 """The errors of a failed rendezvous: texts only, no torch."""
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 from threefold.errors import ConfigError, Problem, RunError
+from threefold.jsonl import Values
 from threefold.mesh.launchers.info import LaunchInfo
 
 _NAMED = 8
@@ -29,9 +29,7 @@ def ranks(ranks: Sequence[int]) -> str:
     return f"ranks {', '.join(map(str, ranks[:-1]))} and {ranks[-1]}"
 
 
-def differs(
-    name: str, others: Sequence[Mapping[str, Any]], rank_0: Mapping[str, Any]
-) -> Problem:
+def differs(name: str, others: Sequence[Values], rank_0: Values) -> Problem:
     """A fact that `others` report differently from rank 0."""
     first = others[0]
     return Problem(
@@ -151,7 +149,7 @@ def other_count(info: LaunchInfo, others: int) -> RendezvousError:
     )
 
 
-def twice(info: LaunchInfo, before: Mapping[str, Any], now: Mapping[str, Any]) -> Problem:
+def twice(info: LaunchInfo, before: Values, now: Values) -> Problem:
     processes = " and ".join(
         f"{each['process']} of host {each['host']}" for each in (before, now)
     )

@@ -5,8 +5,6 @@ to pinned memory while its layer computes, on a separate stream, and copied back
 recomputed: one layer ahead. So a device holds those of two layers, whatever the number of layers.
 """
 
-from __future__ import annotations
-
 import weakref
 from collections.abc import Callable
 from typing import Any, Protocol
@@ -74,7 +72,7 @@ class Copies:
 class _Held:
     """A tensor on the host, and the one that was sent there before it, if that is still held."""
 
-    def __init__(self, host: Tensor, before: _Held | None) -> None:
+    def __init__(self, host: Tensor, before: "_Held | None") -> None:
         self.host = host
         self.before = weakref.ref(before) if before is not None else lambda: None
         self.coming: tuple[Tensor, Any] | None = None

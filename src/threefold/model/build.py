@@ -4,8 +4,6 @@ load (without storage) -> tensor parallel -> float8 -> activation checkpointing 
 weights. The optimizer is built afterwards, on the parameters as they are then.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import warnings
 from contextlib import nullcontext
@@ -171,7 +169,7 @@ def arranged(
 
 def _working_copy(
     model: PreTrainedModel, dtype: torch.dtype, kept: frozenset[str]
-) -> WorkingCopy:
+) -> "WorkingCopy":
     """The copy with which a model on the meta device will compute; weights frozen under adapters need no other copy."""
     from threefold.model.working_copy import WorkingCopy
 

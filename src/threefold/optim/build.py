@@ -1,7 +1,5 @@
 """The configured optimizer, over parameters of any mesh and in groups."""
 
-from __future__ import annotations
-
 import difflib
 import inspect
 import math
@@ -13,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
 
 from threefold.checkpoint.optimizer_state import makes_its_state, refuse_other_state
 from threefold.checkpoint.tensor_index import Index
@@ -46,8 +45,8 @@ def build_optimizer(
     *,
     dtype: torch.dtype = torch.float32,
     exact: bool = False,
-    working: WorkingCopy | None = None,
-) -> torch.optim.Optimizer:
+    working: "WorkingCopy | None" = None,
+) -> Optimizer:
     """The optimizer over the parameters as they are now; build it right after the model and before any forward.
 
     Only matrices have weight decay, unless a group sets it. A group holds parameters of one mesh: torch's fused
@@ -166,9 +165,7 @@ def group_problems(names: Sequence[str], config: OptimizerConfig) -> Iterator[Pr
         )
 
 
-def described(
-    optimizer: torch.optim.Optimizer, config: OptimizerConfig
-) -> Iterator[tuple[str, str]]:
+def described(optimizer: Optimizer, config: OptimizerConfig) -> Iterator[tuple[str, str]]:
     """(what, why) of an optimizer that is not AdamW over one group, to be printed."""
     if isinstance(optimizer, Muon):
         hidden = sum(
@@ -195,7 +192,7 @@ def described(
         yield f"group {group_name(config, number)}", f"{settings} for {as_yaml(group.match)}"
 
 
-def rates_of(optimizer: torch.optim.Optimizer) -> dict[str, float]:
+def rates_of(optimizer: Optimizer) -> dict[str, float]:
     """The rate of each group that has its own, by its name in metrics."""
     return {
         f"lr_{group['label']}": group["lr"]
@@ -204,7 +201,7 @@ def rates_of(optimizer: torch.optim.Optimizer) -> dict[str, float]:
     }
 
 
-def begin_state(model: nn.Module, optimizer: torch.optim.Optimizer, index: Index) -> None:
+def begin_state(model: nn.Module, optimizer: Optimizer, index: Index) -> None:
     """Gives an optimizer the state that a checkpoint has, to be filled from it; every rank calls it.
 
     The state is what a step with zero gradients and the rate zero leaves, so it has the tensors that it will have. The
@@ -226,9 +223,7 @@ def begin_state(model: nn.Module, optimizer: torch.optim.Optimizer, index: Index
     refuse_other_state(model, optimizer, index)
 
 
-def own_optimizer(
-    make: Callable[[Any], torch.optim.Optimizer], model: Any
-) -> torch.optim.Optimizer:
+def own_optimizer(make: Callable[[Any], Optimizer], model: Any) -> Optimizer:
     """The optimizer that a program makes of the Model; every rank calls it.
 
     The rates of its groups are peaks: a group's share of the first one's is kept as the schedule proceeds. A group's
@@ -254,10 +249,10 @@ def own_optimizer(
     return optimizer
 
 
-def refuse_other_parameters(optimizer: torch.optim.Optimizer, model: nn.Module) -> None:
+def refuse_other_parameters(optimizer: Optimizer, model: nn.Module) -> None:
     """ConfigError unless a custom optimizer is over parameters of this model, as they are now."""
     own = {id(parameter) for parameter in model.parameters()}
-    if not isinstance(optimizer, torch.optim.Optimizer):
+    if not isinstance(optimizer, Optimizer):
         what = f"the optimizer is a {type(optimizer).__name__}"
     elif strange := sum(
         id(each) not in own for group in optimizer.param_groups for each in group["params"]

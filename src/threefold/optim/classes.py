@@ -10,17 +10,19 @@ import difflib
 import importlib
 import importlib.metadata
 import inspect
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
 
 from threefold.checkpoint.tensors import TYPE_NAMES
 from threefold.config.optimizer import OPTIMIZERS, OptimizerConfig
 from threefold.config.yaml_text import as_yaml, to_set
 from threefold.errors import ConfigError, Problem
+from threefold.jsonl import Values
 from threefold.mesh.topology import Topology
 from threefold.model.collectives import whole_of
 from threefold.optim.muon import Muon
@@ -58,7 +60,7 @@ _OF_MANY = (
 _SHAPE, _STEPS, _RATE, _BOUND = (64, 64), 3, 0.1, 1e-4
 
 
-def class_of(config: OptimizerConfig) -> type[torch.optim.Optimizer]:
+def class_of(config: OptimizerConfig) -> type[Optimizer]:
     """The class named by optimizer.name.
 
     Raises:
@@ -85,11 +87,7 @@ def class_of(config: OptimizerConfig) -> type[torch.optim.Optimizer]:
             [to_set(what, expected, "optimizer.name", first, remark=remark)]
         ) from error
     member = getattr(holder, name, None)
-    if (
-        not isinstance(member, type)
-        or not issubclass(member, torch.optim.Optimizer)
-        or member is torch.optim.Optimizer
-    ):
+    if not isinstance(member, type) or not issubclass(member, Optimizer) or member is Optimizer:
         near = difflib.get_close_matches(
             name, [key for key in dir(holder) if key[:1].isupper()], n=1
         )
@@ -103,21 +101,21 @@ def class_of(config: OptimizerConfig) -> type[torch.optim.Optimizer]:
     return member
 
 
-def exact_class_of(config: OptimizerConfig) -> type[torch.optim.Optimizer]:
+def exact_class_of(config: OptimizerConfig) -> type[Optimizer]:
     """The class that takes its place with train.reduce exact; `mesh.exact_limits` lets in only names that have one."""
     path = OPTIMIZERS[config.name].exact_path
     assert path is not None
     return _at(path)
 
 
-def _at(path: str) -> type[torch.optim.Optimizer]:
+def _at(path: str) -> type[Optimizer]:
     module, _, name = path.partition(":")
     value: Any = getattr(importlib.import_module(module), name)
-    kind: type[torch.optim.Optimizer] = value if isinstance(value, type) else value()
+    kind: type[Optimizer] = value if isinstance(value, type) else value()
     return kind
 
 
-def arguments_of(config: OptimizerConfig, kind: type[torch.optim.Optimizer]) -> dict[str, Any]:
+def arguments_of(config: OptimizerConfig, kind: type[Optimizer]) -> dict[str, Any]:
     """Arguments of its constructor beyond parameters and rate; weight decay belongs to the groups."""
     takes = inspect.signature(kind).parameters
     options = config.options.items()
@@ -131,9 +129,7 @@ def arguments_of(config: OptimizerConfig, kind: type[torch.optim.Optimizer]) -> 
     return arguments
 
 
-def kernel_of(
-    kind: type[torch.optim.Optimizer], *, device: str, sharded: bool
-) -> dict[str, bool]:
+def kernel_of(kind: type[Optimizer], *, device: str, sharded: bool) -> dict[str, bool]:
     """The arguments that give one of torch's optimizers its fastest kernel; none for others, and where torch knows.
 
     Args:
@@ -166,7 +162,7 @@ def problems(config: OptimizerConfig, topology: Topology) -> list[Problem]:
     return _tried(config, kind, topology)
 
 
-def own_problems(optimizer: torch.optim.Optimizer, topology: Topology) -> list[Problem]:
+def own_problems(optimizer: Optimizer, topology: Topology) -> list[Problem]:
     """Why a program's optimizer cannot be used on this mesh, as far as a trial of its class with its defaults shows."""
     kind = type(optimizer)
     if kind in _COMPARED or topology.world_size == 1:
@@ -176,7 +172,7 @@ def own_problems(optimizer: torch.optim.Optimizer, topology: Topology) -> list[P
     )
 
 
-def mesh_problems(optimizer: torch.optim.Optimizer) -> list[Problem]:
+def mesh_problems(optimizer: Optimizer) -> list[Problem]:
     """Why an optimizer cannot step on split parameters, as a trial with its settings shows; every rank calls it.
 
     The trial steps copies of a small parameter of each kind of each group, which must move as the whole ones do.
@@ -226,7 +222,7 @@ def mesh_problems(optimizer: torch.optim.Optimizer) -> list[Problem]:
     return []
 
 
-def _parameters(groups: list[dict[str, Any]]) -> list[Tensor]:
+def _parameters(groups: Sequence[Values]) -> list[Tensor]:
     return [each for group in groups for each in group["params"]]
 
 
@@ -239,9 +235,7 @@ def _kinds(parameters: list[Tensor]) -> list[Tensor]:
     return [*smallest.values()]
 
 
-def _tried(
-    config: OptimizerConfig, kind: type[torch.optim.Optimizer], topology: Topology
-) -> list[Problem]:
+def _tried(config: OptimizerConfig, kind: type[Optimizer], topology: Topology) -> list[Problem]:
     try:
         start, gradients = _numbers()
         vector = [] if kind is Muon else [start[0]]
@@ -266,9 +260,7 @@ def _tried(
     return list(_trust_problems(config, kind, whole, topology))
 
 
-def _argument_problems(
-    config: OptimizerConfig, kind: type[torch.optim.Optimizer]
-) -> Iterator[Problem]:
+def _argument_problems(config: OptimizerConfig, kind: type[Optimizer]) -> Iterator[Problem]:
     takes = inspect.signature(kind).parameters
     named = OPTIMIZERS.get(config.name)
     allowed = [name for name in takes if name not in _SETTLED] + [
@@ -326,13 +318,13 @@ class _Trial(NamedTuple):
     """The result of the trial: the parameters, the optimizer, and changes outside its state."""
 
     parameters: list[Tensor]
-    optimizer: torch.optim.Optimizer
+    optimizer: Optimizer
     changed: list[str]
 
 
 def _trial(
     config: OptimizerConfig,
-    kind: type[torch.optim.Optimizer],
+    kind: type[Optimizer],
     start: list[Tensor],
     gradients: list[list[Tensor]],
 ) -> _Trial:
@@ -352,7 +344,7 @@ def _trial(
     return _Trial([parameter.detach() for parameter in parameters], optimizer, changed)
 
 
-def _plain_values(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+def _plain_values(optimizer: Optimizer) -> Values:
     """Plain values outside the state: of the groups, and of the object."""
     group = optimizer.param_groups[0]
     return {name: value for name, value in group.items() if name != "params"} | {
@@ -364,7 +356,7 @@ def _plain_values(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
 
 def _trust_problems(
     config: OptimizerConfig,
-    kind: type[torch.optim.Optimizer],
+    kind: type[Optimizer],
     whole: _Trial,
     topology: Topology,
 ) -> Iterator[Problem]:

@@ -7,7 +7,7 @@ the work is divided among all ranks, and all of them have the same bits.
 """
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.nn.modules.conv import _ConvNd
 
 from threefold.checkpoint.state import boxes_held
+from threefold.jsonl import Values
 from threefold.mesh.mesh import Mesh
 from threefold.model.collectives import local_part, whole_of
 
@@ -57,7 +58,7 @@ class Muon(torch.optim.AdamW):
 
     def __init__(
         self,
-        params: Iterable[dict[str, Any]],
+        params: Iterable[Values],
         lr: float,
         *,
         mesh: Mesh | None = None,
@@ -111,7 +112,7 @@ class Muon(torch.optim.AdamW):
             matrix.grad = None
         super().step(closure)
 
-    def _update(self, turn: list[tuple[nn.Parameter, dict[str, Any]]]) -> None:
+    def _update(self, turn: list[tuple[nn.Parameter, Values]]) -> None:
         """Updates as many matrices as there are ranks, of which each rank orthogonalises one."""
         rank = self._mesh.rank if self._mesh is not None else 0
         own: Tensor | None = None
@@ -149,7 +150,7 @@ class Muon(torch.optim.AdamW):
             return
         dist.broadcast(update, src=owner)
 
-    def _apply(self, matrix: nn.Parameter, update: Tensor, group: Mapping[str, Any]) -> None:
+    def _apply(self, matrix: nn.Parameter, update: Tensor, group: Values) -> None:
         local, lr = local_part(matrix), float(group["lr"])
         rows, columns = matrix.shape[-2:]
         ratio = 1.0

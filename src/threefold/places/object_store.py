@@ -4,8 +4,6 @@ Requests that fail on the way are tried again, with jitter, until their time is 
 answer is lost is asked again and recognised by its bytes, so that its writer knows whether it has won.
 """
 
-from __future__ import annotations
-
 import configparser
 import functools
 import importlib
@@ -51,7 +49,7 @@ _OF_PROFILE = {
 
 def open_store(
     address: str, environ: Mapping[str, str], *, retry_s: float = RETRY_S
-) -> ObjectStore:
+) -> "ObjectStore":
     """The place of an address, not contacted yet; ConfigError if it is not one, or the library is not installed."""
     url = parse(address)
     try:

@@ -5,8 +5,6 @@ that fails is repeated alone, and any reader takes its share of all bytes by ran
 every file and of every piece, so that what was damaged, swapped, cut or removed is named by its key.
 """
 
-from __future__ import annotations
-
 import hashlib
 import random
 import re
@@ -65,7 +63,7 @@ class Snapshot:
     def num_bytes(self) -> int:
         return sum(file.size for file in self.files.values())
 
-    def only(self, wanted: Callable[[str], bool]) -> Snapshot:
+    def only(self, wanted: Callable[[str], bool]) -> "Snapshot":
         """The snapshot with those of its files alone."""
         files = {name: file for name, file in self.files.items() if wanted(name)}
         return Snapshot(self.name, self.step, self.piece_bytes, files)
@@ -74,7 +72,7 @@ class Snapshot:
         return asdict(self)
 
     @classmethod
-    def of(cls, values: Mapping[str, Any]) -> Snapshot:
+    def of(cls, values: Mapping[str, Any]) -> "Snapshot":
         """The inverse of `to_values`; ValueError, KeyError or TypeError if they are none."""
         files = {
             name: StoredFile(**{**file, "pieces": tuple(file["pieces"])})

@@ -1,7 +1,5 @@
 """Every legal mesh of some devices, with what each needs and how long it takes: ranked, and why others do not fit."""
 
-from __future__ import annotations
-
 import itertools
 import math
 from collections.abc import Iterator, Sequence
@@ -70,7 +68,7 @@ class Plan:
         """The least and the most that a figure of its speed or time may be."""
         return figure / self.margin.figure, figure * self.margin.figure
 
-    def slower_than(self, other: Plan) -> float:
+    def slower_than(self, other: "Plan") -> float:
         """By which part of the other's time; 0.0 where the estimate does not distinguish them."""
         slower = self.duration.total / other.duration.total - 1
         return slower if abs(slower) >= self.margin.difference else 0.0

@@ -4,8 +4,6 @@
 and the planner read the same functions, so an estimate cannot assume another choice than the run makes.
 """
 
-from __future__ import annotations
-
 import importlib.util
 from dataclasses import dataclass
 from typing import Generic, NamedTuple, TypeVar
@@ -55,7 +53,7 @@ class Device(NamedTuple):
     bfloat16: bool = True
 
     @classmethod
-    def here(cls, kind: str, memory_bytes: int = 0) -> Device:
+    def here(cls, kind: str, memory_bytes: int = 0) -> "Device":
         """One of this process."""
         return cls(kind, memory_bytes, compiler=importlib.util.find_spec("triton") is not None)
 

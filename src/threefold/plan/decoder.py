@@ -6,12 +6,13 @@ this cannot describe exactly is refused by name.
 
 import math
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NamedTuple
 
 from threefold.errors import ConfigError, Problem
+from threefold.jsonl import Values
 from threefold.plan.families import FAMILIES, Family, Key
 from threefold.plan.operations import Attention, Flops, longest_row
 
@@ -134,7 +135,7 @@ class Decoder:
         return self.layers[0].heads, self.layers[0].kv_heads
 
 
-def decoder_of(values: Mapping[str, Any]) -> Decoder:
+def decoder_of(values: Values) -> Decoder:
     """From a config.json's object, or from a config's `to_dict()`.
 
     Raises:
@@ -162,7 +163,7 @@ def decoder_of(values: Mapping[str, Any]) -> Decoder:
     )  # fmt: skip
 
 
-def _family(values: Mapping[str, Any]) -> Family:
+def _family(values: Values) -> Family:
     model_type = values.get("model_type")
     if quantised := values.get("quantization_config"):
         raise ConfigError(
@@ -187,7 +188,7 @@ def _family(values: Mapping[str, Any]) -> Family:
     return family
 
 
-def _kept_problems(family: Family, values: Mapping[str, Any]) -> list[Problem]:
+def _kept_problems(family: Family, values: Values) -> list[Problem]:
     reasons, expected = [], "layers whose kept tensors were compared with traced ones"
     if family.written_out:
         reasons.append(
@@ -206,7 +207,7 @@ def _kept_problems(family: Family, values: Mapping[str, Any]) -> list[Problem]:
 class _Sizes:
     """The config's values, with the family's where the config has none."""
 
-    def __init__(self, values: Mapping[str, Any], family: Family) -> None:
+    def __init__(self, values: Values, family: Family) -> None:
         self.values, self.family = values, family
 
     def number(self, key: str) -> int:

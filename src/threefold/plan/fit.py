@@ -4,12 +4,12 @@ For a run that is refused before it begins, for one whose device has no memory l
 """
 
 import itertools
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import replace
-from typing import Any
 
 from threefold.config.schema import Config
 from threefold.errors import ConfigError
+from threefold.jsonl import Values
 from threefold.mesh.topology import Topology
 from threefold.plan.accelerators import Accelerator
 from threefold.plan.adapters import adapted
@@ -23,7 +23,7 @@ MORE_RANKS = "more ranks: threefold plan shows what fits on which devices"
 
 
 def estimate_of(
-    config: Config, values: Mapping[str, Any], topology: Topology, device: Accelerator | None
+    config: Config, values: Values, topology: Topology, device: Accelerator | None
 ) -> tuple[Decoder, Setup] | None:
     """A model and its set-up, from its config.json's values; None if they cannot be estimated."""
     try:
@@ -33,7 +33,7 @@ def estimate_of(
         return None
 
 
-def keys_of(setup: Setup) -> dict[str, Any]:
+def keys_of(setup: Setup) -> Values:
     """The keys of a config that ask for a set-up."""
     topology = setup.topology
     return {
@@ -47,7 +47,7 @@ def keys_of(setup: Setup) -> dict[str, Any]:
     }
 
 
-def changed_keys(setup: Setup, other: Setup) -> dict[str, Any]:
+def changed_keys(setup: Setup, other: Setup) -> Values:
     """The keys, with their values, that make the other set-up of this one."""
     before = keys_of(setup)
     changed = {key: value for key, value in keys_of(other).items() if value != before[key]}
@@ -56,7 +56,7 @@ def changed_keys(setup: Setup, other: Setup) -> dict[str, Any]:
     return changed
 
 
-def as_options(keys: Mapping[str, Any]) -> str:
+def as_options(keys: Values) -> str:
     """To paste into a command."""
     return " ".join(f"--{key} {str(value).lower()}" for key, value in keys.items())
 

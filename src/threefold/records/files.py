@@ -5,11 +5,10 @@ import errno
 import stat
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
 from threefold.config.paths import RUN_CONFIG
 from threefold.errors import ConfigError, shell_word
-from threefold.jsonl import leads_out, object_of, open_file
+from threefold.jsonl import Values, leads_out, object_of, open_file
 
 SAMPLES = "samples.jsonl"
 # A reader asks for no more of one file at once.
@@ -36,7 +35,7 @@ def content_of(path: Path, most_bytes: int = MOST_BYTES) -> bytes:
     return content
 
 
-def json_of(path: Path) -> dict[str, Any]:
+def json_of(path: Path) -> Values:
     """The JSON object in a file; errors as `content_of`, ValueError for anything else."""
     values = object_of(content_of(path))
     if values is None:

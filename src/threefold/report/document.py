@@ -12,6 +12,7 @@ from importlib.resources import files
 from typing import Any
 
 from threefold.build_id import build_id
+from threefold.jsonl import Values
 from threefold.records.metrics import seconds_of
 from threefold.report.facts import RunFacts
 from threefold.report.headline import compared, differing, figures, tasks_of
@@ -49,9 +50,7 @@ def asset(name: str) -> str:
     return (files("threefold.report") / "assets" / name).read_text(encoding="utf-8")
 
 
-def _curves_of(
-    runs: Sequence[RunFacts], verdicts: Sequence[Judged | None]
-) -> list[dict[str, Any]]:
+def _curves_of(runs: Sequence[RunFacts], verdicts: Sequence[Judged | None]) -> Sequence[Values]:
     """The curves of each run, by name, in as many points as a page has room for."""
     number = sum(len(curve_names(facts.metrics)) for facts in runs)
     most = max(_FEWEST, min(_MOST, _ALL_POINTS // max(1, number)))
@@ -71,7 +70,7 @@ def _curves_of(
     return curves
 
 
-def points_of(runs: Sequence[RunFacts], verdicts: Sequence[Judged | None]) -> dict[str, Any]:
+def points_of(runs: Sequence[RunFacts], verdicts: Sequence[Judged | None]) -> Values:
     """Data drawn by the page's script: charts, and each run's curves, marks, clock, and rows of unusual steps."""
     usual: list[tuple[str, str, tuple[str, ...]]] = [
         (title, unit, names)
@@ -110,7 +109,7 @@ def _is_share(facts: RunFacts, name: str) -> bool:
     return not len(values) or bool(values.min() >= 0 and values.max() <= 1)
 
 
-def _drawn(facts: RunFacts) -> dict[str, Any]:
+def _drawn(facts: RunFacts) -> Values:
     metrics = facts.metrics
     return {
         "name": facts.name,
@@ -135,7 +134,7 @@ def _starts(facts: RunFacts) -> list[tuple[int, float]]:
     ]
 
 
-def _batches(judged: Judged | None) -> dict[str, Any]:
+def _batches(judged: Judged | None) -> Values:
     """The rows read by the unusual steps, by step."""
     if judged is None:
         return {}
@@ -145,7 +144,7 @@ def _batches(judged: Judged | None) -> dict[str, Any]:
     return {step: read for step, read in by_step.items() if read is not None}
 
 
-def _marks(facts: RunFacts) -> list[dict[str, Any]]:
+def _marks(facts: RunFacts) -> Sequence[Values]:
     """Starts, stops, rewinds and the best checkpoint, as lines of a chart; saves are many, and in a table."""
     marks: list[dict[str, Any]] = []
     for event in facts.events:
@@ -235,7 +234,7 @@ def charts_part() -> Html:
     )
 
 
-def page(title: str, body: Html, values: Mapping[str, Any], *, live: bool = False) -> bytes:
+def page(title: str, body: Html, values: Values, *, live: bool = False) -> bytes:
     """An HTML page around a body.
 
     Args:

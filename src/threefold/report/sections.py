@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from threefold.errors import ThreefoldError, ranks_text, shell_word
+from threefold.jsonl import Values
 from threefold.mesh.topology import Topology
 from threefold.records.files import unsafe_files
 from threefold.records.state import shown_time
@@ -276,7 +277,7 @@ def _history(facts: RunFacts) -> Html:
     )
 
 
-def _event_text(values: Mapping[str, Any]) -> str:
+def _event_text(values: Values) -> str:
     wanted = {
         key: value
         for key, value in values.items()
@@ -332,7 +333,7 @@ def _samples(facts: RunFacts) -> Html:
     return section("samples", "Samples", *inside, more)
 
 
-def _sample(sample: Mapping[str, Any]) -> Html:
+def _sample(sample: Values) -> Html:
     text = tag(
         "blockquote",
         tag("bdi", tag("strong", sample["prompt"]), sample["text"]),

@@ -21,6 +21,7 @@ from typing import Any, NamedTuple
 from urllib.parse import parse_qs, urlencode, urlsplit
 
 from threefold.errors import ConfigError
+from threefold.jsonl import Values
 from threefold.report.document import body, page, points_of, title_of, top_of
 from threefold.report.live import LiveRun
 from threefold.report.markup import Html, tag
@@ -104,7 +105,7 @@ class View:
             run.refresh()
         return runs
 
-    def _values(self, keys: Sequence[str], runs: Sequence[LiveRun]) -> dict[str, Any]:
+    def _values(self, keys: Sequence[str], runs: Sequence[LiveRun]) -> Values:
         values = points_of([run.facts for run in runs], [run.judged for run in runs])
         for key, drawn in zip(keys, values["runs"], strict=True):
             drawn["key"] = key
@@ -114,7 +115,7 @@ class View:
         top = top_of([run.facts for run in runs])
         return {"top": top, **{str(number): run.parts() for number, run in enumerate(runs)}}
 
-    def _news(self, keys: Sequence[str], query: Query) -> dict[str, Any]:
+    def _news(self, keys: Sequence[str], query: Query) -> Values:
         """The parts of a page, and its points, unless it has that version of them."""
         runs = self._live(keys)
         parts = self._parts(runs) if keys else {"list": {"list": listed(runs_in(self.root))}}

@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from threefold.jsonl import Values
 from threefold.records.metrics import Metrics, Points
 
 # Shown elsewhere, or the same in every line.
@@ -46,7 +47,7 @@ def left_out(metrics: Metrics) -> set[str]:
     return metrics.left_out | {name for name in metrics.names if name not in shown}
 
 
-def summary(points: Points) -> dict[str, Any]:
+def summary(points: Points) -> Values:
     """How many points there are, the first and the last, the finite smallest and largest, each (step, value)."""
     steps, values = points
     finite = np.flatnonzero(np.isfinite(values))
@@ -60,7 +61,7 @@ def summary(points: Points) -> dict[str, Any]:
     return stats
 
 
-def drawn(now: Points, replaced: Mapping[int, Points], *, most: int) -> dict[str, Any]:
+def drawn(now: Points, replaced: Mapping[int, Points], *, most: int) -> Values:
     """A curve for JSON in about `most` points.
 
     `x` and `y` (null: not finite), the replaced ones as `old`, each with the number of its pass; if there are more
@@ -104,7 +105,7 @@ def with_rows(logged: Points, of_rows: Points) -> Points:
 
 def clocks(
     metrics: Metrics, starts: Sequence[tuple[int, float]], *, most: int
-) -> list[dict[str, Any]]:
+) -> Sequence[Values]:
     """For each pass over the steps its number, its `first` step, and seconds since the first logged step as a curve.
 
     Args:
@@ -140,7 +141,7 @@ def _start_of(
     return max(before, key=lambda start: start[1], default=None)
 
 
-def read_tokens(metrics: Metrics, *, most: int) -> dict[str, Any]:
+def read_tokens(metrics: Metrics, *, most: int) -> Values:
     """Tokens read, at some steps."""
     return _plain(some(metrics.points("tokens"), most))
 

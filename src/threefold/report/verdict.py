@@ -7,7 +7,6 @@ step that it has logged, and its config.
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
 from threefold.audit import record
 from threefold.audit.lookup import coverage_lines
@@ -24,6 +23,7 @@ from threefold.data.order.order import Place
 from threefold.data.rows.concat import Rows, counted
 from threefold.data.rows.packing import Packing
 from threefold.errors import CheckpointError, ConfigError, RunError, ThreefoldError
+from threefold.jsonl import Values
 from threefold.mesh.environment import cache_folder
 from threefold.records.run import RunRecord
 from threefold.run import resume_choice
@@ -95,7 +95,7 @@ def proof_lines(
     yield f"proved: {num_read:,} reads, each by exactly one dp rank in exactly one step: {what}"
 
 
-def _checkpoints(run: Path) -> Iterator[tuple[Checkpoint, dict[str, Any]]]:
+def _checkpoints(run: Path) -> Iterator[tuple[Checkpoint, Values]]:
     """The complete checkpoints with their manifests; a run that continues may prune one meanwhile."""
     for each in CheckpointFolder(run).complete():
         try:
@@ -106,7 +106,7 @@ def _checkpoints(run: Path) -> Iterator[tuple[Checkpoint, dict[str, Any]]]:
 
 
 def _check_lineage(
-    run: Path, lines: Sequence[Line], checkpoints: Sequence[tuple[Checkpoint, dict[str, Any]]]
+    run: Path, lines: Sequence[Line], checkpoints: Sequence[tuple[Checkpoint, Values]]
 ) -> list[str]:
     """Who wrote the record and the checkpoints, as lines; RunError for one that no start of the run wrote.
 
@@ -161,7 +161,7 @@ def _byte_lines(run: Path, segments: Sequence[Segment], *, contents: bool) -> It
 
 def _bits_of(past: RunRecord, first_step: int) -> str:
     """Whether a run was resumed at a step bit for bit; nothing without `train.reduce: exact`."""
-    start: dict[str, Any] = next(
+    start: Values = next(
         (start for start in reversed(past.starts) if start.get("step") == first_step - 1), {}
     )
     lost = start.get("lost_bits")

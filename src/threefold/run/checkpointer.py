@@ -6,11 +6,10 @@ known to belong to this run. Until then, nothing in the run's folder changes.
 
 import math
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 from transformers import PretrainedConfig
@@ -42,7 +41,7 @@ from threefold.data.rows.known_rows import digests_of
 from threefold.data.sampling.loader import TokenLoader
 from threefold.data.text.listing import FILE
 from threefold.errors import CheckpointError, DataError, Problem, shell_word
-from threefold.jsonl import Lines
+from threefold.jsonl import Lines, Values
 from threefold.mesh.mesh import Mesh
 from threefold.model import load
 from threefold.model.model import Model
@@ -67,7 +66,7 @@ class Checkpointer:
     architecture: PretrainedConfig
     template: str | None = None
     """the text of the chat template in use; None: there are no conversations."""
-    user_objects: Mapping[str, Any] = field(default_factory=dict)
+    user_objects: Values = field(default_factory=dict)
     """names of a program's objects that change the results."""
     ema: Ema | None = None
     evaluation: str | None = None

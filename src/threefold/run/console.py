@@ -2,7 +2,6 @@
 
 import dataclasses
 from collections.abc import Iterator, Sequence
-from typing import Any
 
 from threefold.config.schema import DEFAULT_STEPS, EMBEDDED_DEFAULT, value_at
 from threefold.config.yaml_text import as_yaml
@@ -12,6 +11,7 @@ from threefold.data.rows.known_rows import SourceRows, parts_of, reasons_text, w
 from threefold.data.text.source import no_end_warning
 from threefold.data.tokens import spelled_out
 from threefold.errors import EXIT_FAILED, EXIT_STOPPED_WITH_CHECKPOINT, shell_word
+from threefold.jsonl import Values
 from threefold.mesh import environment
 from threefold.model.layer_kinds import common_number
 from threefold.optim import build as optimizers
@@ -70,7 +70,7 @@ def introduce(console: Screen, head: Head) -> None:
     console.tell("head", head.to_values(), "\n".join(head.lines()))
 
 
-def _model(run: Built) -> dict[str, Any]:
+def _model(run: Built) -> Values:
     config = run.config
     text = run.architecture.get_text_config()
     random = config.model.name_or_path is None
@@ -91,7 +91,7 @@ def _model(run: Built) -> dict[str, Any]:
     }
 
 
-def _data(run: Built) -> dict[str, Any]:
+def _data(run: Built) -> Values:
     data = run.config.data
     source = data.source if isinstance(data.source, str) else as_yaml(data.source)
     if data.mixture is not None:

@@ -3,7 +3,7 @@
 All ranks write together, as `Model.generate` does. A replayed step appends its lines again; the last ones count.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -17,7 +17,7 @@ from threefold.data.rows.known_rows import parts_of
 from threefold.data.tokens import for_texts
 from threefold.errors import ConfigError, RunError
 from threefold.export.generation import continued, generate_sample
-from threefold.jsonl import MetricsFile
+from threefold.jsonl import MetricsFile, Values
 from threefold.run.assemble import Built
 from threefold.run.sources import sources_of
 from threefold.run.terminal import SAMPLE, Screen
@@ -96,7 +96,7 @@ def show_sample(console: Screen, run: Built) -> None:
     console.print("\n".join(f"{SAMPLE}{line}" for line in text.splitlines()))
 
 
-def append_samples(run: Built, lines: list[dict[str, Any]]) -> None:
+def append_samples(run: Built, lines: Sequence[Values]) -> None:
     """Appends what the model has written to RUN/samples.jsonl: step, prompt and text of each; one rank calls it."""
     file = MetricsFile(
         run.folder.path / FILE, continue_on_error=run.config.checkpoint.on_error == "continue"

@@ -15,7 +15,7 @@ from threefold.config.schema import Config
 from threefold.config.yaml_text import parse
 from threefold.errors import ConfigError, Problem, first_line
 from threefold.export.tokenizer_files import tokenizer_of
-from threefold.jsonl import Metrics
+from threefold.jsonl import Metrics, Values
 from threefold.model import noise
 from threefold.model.model import Model
 from threefold.run.task_scores import Scores, harness_of
@@ -123,7 +123,7 @@ def _loaded(names: Sequence[str]) -> Any:
     return loaded
 
 
-def _own(path: str) -> dict[str, Any]:
+def _own(path: str) -> Values:
     """A custom task. One that names functions is refused: they would be run from the files beside it."""
     text = task_text(path)
     if "!function" in text:
@@ -142,8 +142,8 @@ def _own(path: str) -> dict[str, Any]:
     return values
 
 
-def _metrics_of(results: Mapping[str, Mapping[str, Any]]) -> Metrics:
-    metrics: Metrics = {}
+def _metrics_of(results: Mapping[str, Values]) -> Metrics:
+    metrics = {}
     for task, values in results.items():
         for name, value in values.items():
             metric, _, kept = name.partition(",")

@@ -89,7 +89,7 @@ def _evaluated(asked: Asked, mesh: Mesh, checkpoint: Checkpoint, *, ema: bool) -
         )
     model, evaluate = _evaluation(asked, mesh, checkpoint, rows, ema=ema)
     refuse_other_code(manifest, load.own_code(model.module), config, checkpoint)
-    means = {}
+    means: Metrics = {}
     if rows is not None:
         batches = assemble.held_out_batches(config, rows, mesh, Bars(quiet=mesh.rank != 0))
         means = eval_metrics(evaluate, batches())

@@ -17,7 +17,7 @@ from datetime import datetime
 from functools import partial
 from itertools import chain, count
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from threefold.checkpoint.checkpoint_folder import Checkpoint, CheckpointFolder, damaged
 from threefold.checkpoint.lineage import Author, Identity, Journal, Origin
@@ -35,7 +35,7 @@ from threefold.config.paths import (
 )
 from threefold.config.schema import Config
 from threefold.errors import CheckpointError, ConfigError, RunError, ThreefoldError, shell_word
-from threefold.jsonl import write_whole
+from threefold.jsonl import Values, write_whole
 from threefold.mesh import environment
 from threefold.run import resume_choice
 
@@ -112,7 +112,7 @@ class RunFolder:
     def journal(self) -> Journal:
         return Journal(self.path)
 
-    def to_values(self) -> dict[str, Any]:
+    def to_values(self) -> Values:
         """Returns plain values from which other ranks open the same folder."""
         candidates = [[str(candidate.path), candidate.step] for candidate in self.candidates]
         origin = dataclasses.asdict(self.origin) if self.origin is not None else None
@@ -120,7 +120,7 @@ class RunFolder:
         return {"path": str(self.path), "candidates": candidates, "origin": origin, **kind}
 
     @classmethod
-    def from_values(cls, values: dict[str, Any]) -> RunFolder:
+    def from_values(cls, values: Values) -> RunFolder:
         candidates = tuple(Checkpoint(Path(path), step) for path, step in values["candidates"])
         return cls(
             Path(values["path"]),
@@ -172,9 +172,7 @@ class RunFolder:
         identity.write(self.path)
         return identity.author
 
-    def accept(
-        self, config: Config, *, facts: Mapping[str, Any] | None = None
-    ) -> dict[str, Any]:
+    def accept(self, config: Config, *, facts: Values | None = None) -> Values:
         """Makes the folder that of a start that has begun: its config, later checkpoints set aside; one rank calls it.
 
         The config of a program's run is the program, so none is kept.
@@ -231,7 +229,7 @@ class RunFolder:
         )
 
     def save_of(
-        self, step: int, manifest: Mapping[str, Any], *, keep: int, best: float | None = None
+        self, step: int, manifest: Values, *, keep: int, best: float | None = None
     ) -> Save:
         """The save of a step, here and in the run's store.
 
@@ -266,7 +264,7 @@ class RunFolder:
     def _commit(
         self,
         step: int,
-        manifest: Mapping[str, Any],
+        manifest: Values,
         keep: int,
         best: float | None,
         seals: Mapping[str, Seal],

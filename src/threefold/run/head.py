@@ -4,8 +4,6 @@ Rank 0 prints its `lines` before the first step and writes its fields into the j
 the fields back. The prose is written here and is never parsed.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
@@ -90,7 +88,7 @@ class Head:
     version: str = field(default_factory=version)
 
     @classmethod
-    def from_values(cls, values: Any) -> Head | None:
+    def from_values(cls, values: Any) -> "Head | None":
         """The head in a line of a journal; None if it is not one."""
         try:
             head = cls(**values)
@@ -99,7 +97,7 @@ class Head:
             return None
         return head
 
-    def to_values(self) -> dict[str, Any]:
+    def to_values(self) -> Values:
         """Plain values, ready for JSON."""
         return asdict(self)
 

@@ -18,6 +18,7 @@ from threefold.config.optimizer import OptimizerConfig
 from threefold.config.schema import Config
 from threefold.data.order.permutation import seed_of
 from threefold.errors import ConfigError, Problem, check_argument, in_program
+from threefold.jsonl import Values
 from threefold.mesh.mesh import Mesh
 from threefold.model import data_parallel, load, noise
 from threefold.model import lora as adapters
@@ -39,14 +40,14 @@ def load_model(
     name_or_path: str | PathLike[str] | nn.Module | None = None,
     *,
     mesh: Mesh,
-    config: Mapping[str, Any] | PretrainedConfig | None = None,
+    config: Values | PretrainedConfig | None = None,
     dtype: Literal["auto", "float32", "bfloat16"] | torch.dtype = "float32",
     seq_len: int | None = None,
     seed: int = 0,
     revision: str | None = None,
     trust_remote_code: bool = False,
     admission: Literal["auto", "full", "off"] = "auto",
-    lora: Mapping[str, Any] | None = None,
+    lora: Values | None = None,
     activation_checkpointing: Recomputed = "none",
     compile: bool | Literal["auto"] = "auto",
 ) -> Model:

@@ -4,8 +4,6 @@ All errors in the request are found before the first collective: each rank finds
 them. Later failures are printed once, by the rank that failed first.
 """
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import math
@@ -25,6 +23,7 @@ from threefold.config.loading import LoadedConfig
 from threefold.config.schema import Config
 from threefold.data.rows.known_rows import KnownRows
 from threefold.errors import ThreefoldError
+from threefold.jsonl import Values
 from threefold.mesh import environment
 from threefold.mesh.mesh import FAILURES, Mesh, join_mesh
 from threefold.mesh.topology import Topology
@@ -178,7 +177,7 @@ def _left_in_evaluation(run: Built) -> bool:
     """
 
     def unevaluated() -> bool:
-        last: dict[str, Any] = {}
+        last: Values = {}
         for line in run.folder.journal.lines():
             if line.get("step") == run.done and line["event"] in ("save", "stop", "done"):
                 last = line
@@ -253,7 +252,7 @@ def _facts_of_start(built: Built, head: Head, files: Sequence[str]) -> dict[str,
 
 
 def _followed(
-    run: Run, built: Built, console: Screen, extras: Extras, hooks: Hooks, unevaluated: bool
+    run: Run, built: Built, console: Screen, extras: "Extras", hooks: Hooks, unevaluated: bool
 ) -> Outcome:
     """Trains to the end or to a stop signal, audited and tracked; returns when everything is saved."""
     guards, watch, checkpointer = run.guards, run.watch, built.checkpointer
@@ -336,7 +335,7 @@ def _evaluation_of(run: Built) -> EvalStep | None:
     )
 
 
-def _loop_of(run: Built, guards: Guards, extras: Extras) -> Loop:
+def _loop_of(run: Built, guards: Guards, extras: "Extras") -> Loop:
     config, train, mesh = run.config, run.config.train, run.mesh
     for each in extras:
         if each is not None:

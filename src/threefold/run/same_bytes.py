@@ -9,7 +9,6 @@ import functools
 import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
 
 from threefold.audit.stores import list_at
 from threefold.checkpoint.manifest import read_manifest
@@ -17,6 +16,7 @@ from threefold.data.rows.concat import Rows
 from threefold.data.rows.known_rows import SourceRows, block_text, digests_of, parts_of
 from threefold.data.store.blocks import Blocks
 from threefold.errors import DataError, ranks_text
+from threefold.jsonl import Values
 from threefold.mesh.mesh import Mesh
 from threefold.run.folder import RunFolder
 
@@ -36,7 +36,7 @@ def of_one_copy(open_rows: Callable[[], Rows], keys: Sequence[str], mesh: Mesh) 
     """
     opened: list[Rows] = []
 
-    def describe() -> dict[str, Any]:
+    def describe() -> Values:
         opened.append(rows := open_rows())
         return {
             "host": mesh.host,
@@ -56,7 +56,7 @@ def of_one_copy(open_rows: Callable[[], Rows], keys: Sequence[str], mesh: Mesh) 
     return rows
 
 
-def _others(parts: list[dict[str, Any]]) -> dict[str, Any] | None:
+def _others(parts: list[Values]) -> Values | None:
     """The ranks whose rows or bytes are not those of rank 0, and the first source in which they differ."""
     compared = [(part["rows"], part["digests"]) for part in parts]
     ranks = [rank for rank, values in enumerate(compared) if values != compared[0]]
@@ -67,7 +67,7 @@ def _others(parts: list[dict[str, Any]]) -> dict[str, Any] | None:
     return {"ranks": ranks, "source": source, "hosts": [part["host"] for part in parts]}
 
 
-def _refuse(mismatch: dict[str, Any], rows: Rows, key: str, sent: list[str | None]) -> None:
+def _refuse(mismatch: Values, rows: Rows, key: str, sent: list[str | None]) -> None:
     ranks = mismatch["ranks"]
     hosts = mismatch["hosts"]
     part = parts_of(rows)[mismatch["source"]]

@@ -1,7 +1,5 @@
 """The sources that a config names, and their files: which are read, which are left out and why."""
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import functools
@@ -122,7 +120,7 @@ def refuse_labels_without_effect(config: Config, *, here: bool = False) -> None:
         refuse_without_effect([*_all_sources(config).values()], memory=cache_folder() / "files")
 
 
-def with_packing(config: Config, mesh: Mesh) -> Config:
+def with_packing(config: Config, mesh: "Mesh") -> Config:
     """The config with data.packing and data.document_mask, which depend on what the source holds if not given.
 
     Raises:

@@ -178,7 +178,7 @@ def _loaded(config: Config | Values | str | Path | None, handed: Iterable[str]) 
     return loading.load(path, environ=variables, defaults=[*defaults, *environment.defaults()])
 
 
-def _with_places(values: Values, places: Mapping[str, str]) -> dict[str, Any]:
+def _with_places(values: Values, places: Mapping[str, str]) -> Values:
     merged = dict(values)
     for key, place in places.items():
         section, _, name = key.partition(".")

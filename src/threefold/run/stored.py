@@ -10,7 +10,6 @@ import uuid
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
 import torch.distributed as dist
 
@@ -21,6 +20,7 @@ from threefold.checkpoint.seal import wrong_sizes
 from threefold.config.paths import AUDIT, JOURNAL, METRICS, RUN_CONFIG, RUN_FILE, is_run
 from threefold.config.schema import Config
 from threefold.errors import CheckpointError, ConfigError
+from threefold.jsonl import Values
 from threefold.mesh import environment
 from threefold.mesh.mesh import Mesh
 from threefold.places import mirror
@@ -181,7 +181,7 @@ def open_stored(
     return config, StoredRun(mesh, Path(plan["folder"]), config, held[0][0] if held else None)
 
 
-def _tuples(values: dict[str, Any]) -> dict[str, Any]:
+def _tuples(values: Values) -> Values:
     return {
         name: tuple(value) if isinstance(value, list) else value
         for name, value in values.items()

@@ -16,7 +16,7 @@ from typing import Any
 from rich.console import Console
 
 from threefold.errors import visible
-from threefold.jsonl import Metrics, as_json
+from threefold.jsonl import Metrics, Values, as_json
 from threefold.progress_bars import Bar, Bars
 
 log = logging.getLogger("threefold")
@@ -82,7 +82,7 @@ class Screen(Console):
             log.info("%s", text)
         self._write({"kind": kind, **values}, {})
 
-    def _write(self, values: Metrics, options: dict[str, Any]) -> None:
+    def _write(self, values: Metrics, options: Values) -> None:
         super().print(as_json(values), **options)
 
     def _check_buffer(self) -> None:

@@ -12,7 +12,7 @@ import os
 import shutil
 import traceback
 import uuid
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
@@ -24,7 +24,7 @@ from threefold.config.optimizer import OptimizerConfig
 from threefold.config.schema import Config
 from threefold.config.yaml_text import as_yaml
 from threefold.errors import ConfigError, Problem, RunError, first_line
-from threefold.jsonl import Metrics
+from threefold.jsonl import Metrics, Values
 from threefold.mesh.environment import cache_folder
 
 HOOKS = ("on_step", "on_eval", "on_save", "on_stop")
@@ -47,7 +47,7 @@ class UserObjects:
     callbacks: tuple[Any, ...] = ()
 
     @property
-    def described(self) -> dict[str, Any]:
+    def described(self) -> Values:
         """Names of what changes the run's results, for its checkpoints."""
         own = {"loss": self.loss, "optimizer": self.optimizer}
         names = {key: name_of(value) for key, value in own.items() if value is not None}
@@ -207,7 +207,7 @@ def place_of(name: str) -> str:
     return f"{name}="
 
 
-def with_rows(config: Config, handed: Mapping[str, Any]) -> Config:
+def with_rows(config: Config, handed: Values) -> Config:
     """The config with rows and a tokenizer as its sources, written to the cache.
 
     Args:
@@ -292,7 +292,7 @@ class Facts:
 
     run: Path
     step: int
-    metrics: Mapping[str, Any] = field(default_factory=dict)
+    metrics: Values = field(default_factory=dict)
     checkpoint: Path | None = None
     reason: str = ""
 

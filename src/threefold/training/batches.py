@@ -9,6 +9,7 @@ from torch import Tensor
 from threefold.data.order.permutation import seed_of
 from threefold.data.rows.concat import IGNORED
 from threefold.errors import ConfigError
+from threefold.jsonl import Values
 from threefold.model import noise
 from threefold.model.model import Model
 from threefold.training.forward import Batch
@@ -32,9 +33,7 @@ class Batches:
         self._labels = labels or not own_loss
         self.taken = 0
 
-    def pieces(
-        self, batch: Mapping[str, Any] | Sequence[Mapping[str, Any]], rows: int | None
-    ) -> list[Batch]:
+    def pieces(self, batch: Values | Sequence[Values], rows: int | None) -> list[Batch]:
         """A batch in micro-batches of at most `rows` rows; None: all in one. A list of batches: each of them so.
 
         Raises:
@@ -76,7 +75,7 @@ class Batches:
             )
         return micro_batches(entries, rows)
 
-    def _tokens(self, batch: dict[str, Any]) -> Batch:
+    def _tokens(self, batch: Values) -> Batch:
         ids = batch.get("input_ids")
         if (
             not isinstance(ids, Tensor)

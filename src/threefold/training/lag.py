@@ -14,8 +14,6 @@ which is not chance. If blocks are independent, and every rank is as fast as the
 once in a million blocks, or less.
 """
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -131,7 +129,7 @@ class Lag:
 class Slowest:
     """Finds the rank that the others wait for, over the rendezvous store: three small messages a logged step."""
 
-    def __init__(self, mesh: Mesh, *, notice: Callable[[Lag], None]) -> None:
+    def __init__(self, mesh: "Mesh", *, notice: Callable[[Lag], None]) -> None:
         """Args:
         notice: called on rank 0 with each rank that stays the slowest, once.
         """
@@ -149,7 +147,7 @@ class Slowest:
             # No rank reports the logged step after the next one before all ranks have read this one.
             self._store.set(f"{_KEY}/{self._rank}/{self._logged % 2}", json.dumps(values))
 
-    def find(self, step: int, elapsed_s: float) -> Metrics:
+    def find(self, step: int, elapsed_s: float) -> "Metrics":
         """On rank 0, after that collective: who is slowest and who remains so; nothing elsewhere, or in one process."""
         self._logged += 1
         if self._store is None or self._rank != 0:

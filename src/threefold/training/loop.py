@@ -7,7 +7,7 @@ based on facts that all ranks share, so that no rank enters a collective alone.
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from threefold.audit.compare import Audit
 from threefold.audit.digest import TOKEN_FIELDS
@@ -326,7 +326,7 @@ def _step_metrics(
     seq_len = run.config.data.seq_len
     measured = window.measured(step, run.mesh, slowest)
     tokens_per_s = window.tokens / (measured["step_time_s"] * window.steps)
-    metrics: Metrics = {
+    metrics: dict[str, Any] = {
         "step": step,
         "epoch": epoch,
         "loss": loss,

@@ -8,8 +8,6 @@ on a CPU, one step later on an accelerator, where reading it at once would let t
 travels over the rendezvous store, and only when it has happened.
 """
 
-from __future__ import annotations
-
 import logging
 import math
 from collections.abc import Iterable, Sequence
@@ -20,6 +18,7 @@ import torch
 from torch import Tensor
 
 from threefold.errors import RunError, ranks_text, rows_text
+from threefold.jsonl import Values
 from threefold.mesh.mesh import Mesh
 from threefold.training.numbers import StepResult
 
@@ -68,7 +67,7 @@ class NonfiniteError(RunError):
     @classmethod
     def of_step(
         cls, step: int, ranks: Iterable[int], what: str, **parts: str
-    ) -> NonfiniteError:
+    ) -> "NonfiniteError":
         error = cls(what, **parts)
         error.step, error.ranks = step, tuple(ranks)
         return error
@@ -99,7 +98,7 @@ class Finite:
 
     def after(
         self, step: int, result: StepResult, rows: list[list[int]], *, now: bool
-    ) -> list[dict[str, Any]]:
+    ) -> list[Values]:
         """Takes a step and reads the ones before it; `now` reads this one too, before anything is built on it.
 
         Args:
@@ -120,7 +119,7 @@ class Finite:
         reports = [self._read(self._unread.pop(0)) for _ in range(ready)]
         return [skipped for skipped in reports if skipped is not None]
 
-    def _read(self, step: _Unread) -> dict[str, Any] | None:
+    def _read(self, step: _Unread) -> Values | None:
         if step.copied is not None:
             step.copied.synchronize()
         norm = step.norm.item()
@@ -181,13 +180,11 @@ def copy_to_host(value: Tensor) -> tuple[Tensor, Any]:
     return host, copied
 
 
-def _wrong(parts: Sequence[dict[str, Any]]) -> dict[int, list[int]]:
+def _wrong(parts: Sequence[Values]) -> dict[int, list[int]]:
     return {rank: part["wrong"] for rank, part in enumerate(parts) if part["wrong"] is not None}
 
 
-def _what(
-    step: int, norm: float, parts: Sequence[dict[str, Any]], *, empty: bool = False
-) -> str:
+def _what(step: int, norm: float, parts: Sequence[Values], *, empty: bool = False) -> str:
     wrong = _wrong(parts)
     if not wrong:
         read = rows_text(

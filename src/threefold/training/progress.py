@@ -5,8 +5,6 @@ nor sends. All ranks pass through the same places in the same order, so the rank
 On an accelerator it is the place of the process, which runs ahead of its device.
 """
 
-from __future__ import annotations
-
 import math
 import sys
 import time
@@ -65,7 +63,7 @@ class Progress:
         if self.device is not None:
             self.device.enter(phase)
 
-    def go_on_from(self, before: Progress) -> None:
+    def go_on_from(self, before: "Progress") -> None:
         """Takes the place of another object, which gets nothing any more."""
         self.place, self.ticks, self.mirror = before.place, before.ticks, before.mirror
 

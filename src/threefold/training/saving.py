@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
+from torch.optim import Optimizer
 from torch.utils._pytree import tree_map
 
 from threefold.checkpoint import state as run_state
@@ -68,10 +69,10 @@ class Held:
     """The contents of the checkpoints of a custom loop."""
 
     model: Model
-    optimizer: torch.optim.Optimizer | TrainStep | None = None
+    optimizer: Optimizer | TrainStep | None = None
     loader: Any = None
 
-    def described(self, extra: Values) -> dict[str, Any]:
+    def described(self, extra: Values) -> Values:
         """The part that is kept as JSON."""
         return {
             "loader": state_of_loader(self.loader),
@@ -98,7 +99,7 @@ def save(
     *,
     model: Model,
     step: int,
-    optimizer: torch.optim.Optimizer | TrainStep | None = None,
+    optimizer: Optimizer | TrainStep | None = None,
     loader: Any = None,
     extra: Values | None = None,
     wait: bool = True,
@@ -169,11 +170,11 @@ def write(
     model, mesh, optimizer = held.model, held.model.mesh, optimizer_of(held.optimizer)
     described = held.described(extra)
 
-    def look() -> dict[str, Any]:
+    def look() -> Values:
         _state(model, optimizer)  # raises for values that no file can hold
         return digests_of(described, step)
 
-    def conclude(parts: list[dict[str, Any]]) -> str:
+    def conclude(parts: list[Values]) -> str:
         refuse_other_values(parts)
         accept()
         return ""
@@ -193,7 +194,7 @@ def load(
     folder: str | Path,
     *,
     model: Model,
-    optimizer: torch.optim.Optimizer | TrainStep | None = None,
+    optimizer: Optimizer | TrainStep | None = None,
     loader: Any = None,
 ) -> Loaded | None:
     """Loads the newest checkpoint of a folder, or a given checkpoint, on any mesh; every rank calls it.
@@ -280,13 +281,13 @@ def _check(held: Held, folder: str | Path) -> None:
     check_argument(
         "optimizer",
         inner,
-        isinstance(inner, torch.optim.Optimizer | None),
+        isinstance(inner, Optimizer | None),
         expected="a torch optimizer, or the TrainStep that has it; a scheduler's state goes into extra",
         fix="optimizer=step",
     )
 
 
-def _check_values(step: int, keep: int | None, extra: Mapping[str, Any] | None) -> None:
+def _check_values(step: int, keep: int | None, extra: Values | None) -> None:
     check_argument(
         "extra",
         extra,
@@ -353,9 +354,7 @@ def _refuse_folder(folder: Path, step: int, model: Model) -> None:
         )
 
 
-def _refuse_other_copies(
-    model: Model, optimizer: torch.optim.Optimizer | None, step: int
-) -> None:
+def _refuse_other_copies(model: Model, optimizer: Optimizer | None, step: int) -> None:
     when = f"after step {step}, which is not saved"
     refuse_drift(
         state_held(model.module, optimizer, buffers=model.context is not None),
@@ -372,7 +371,7 @@ def _refuse_other_copies(
 
 
 def _state(
-    model: Model, optimizer: torch.optim.Optimizer | None, held: Container[str] | None = None
+    model: Model, optimizer: Optimizer | None, held: Container[str] | None = None
 ) -> dict[str, torch.Tensor]:
     """The live tensors that a checkpoint has `held`, or is to hold: with adapters, also other weights ever trained."""
     held = model.trained if held is None else held
@@ -383,7 +382,7 @@ def _state(
 
 def _saver_of(
     model: Model,
-    optimizer: torch.optim.Optimizer | None,
+    optimizer: Optimizer | None,
     *,
     background: bool,
     continue_on_error: bool,
@@ -408,7 +407,7 @@ def _saver_of(
     return saver
 
 
-def _manifest(model: Model, described: Values) -> dict[str, Any]:
+def _manifest(model: Model, described: Values) -> Values:
     config = model.asked or Config()
     base, code = weights.base_of(config, model.mesh), weights.own_code(model.module)
     common = manifest_of(config, model.architecture, model.mesh, base, code)
@@ -442,14 +441,12 @@ def _refuse_other_model(manifest: Values, model: Model, checkpoint: Checkpoint) 
 
 
 def optimizer_of(
-    optimizer: torch.optim.Optimizer | TrainStep | None,
-) -> torch.optim.Optimizer | None:
+    optimizer: Optimizer | TrainStep | None,
+) -> Optimizer | None:
     return optimizer.optimizer if isinstance(optimizer, TrainStep) else optimizer
 
 
-def rates_of(
-    optimizer: torch.optim.Optimizer | TrainStep | None, model: Model
-) -> dict[str, Any] | None:
+def rates_of(optimizer: Optimizer | TrainStep | None, model: Model) -> Values | None:
     """The step's rate, and by parameter names each group's settings, which a scheduler may have changed."""
     if (inner := optimizer_of(optimizer)) is None:
         return None
@@ -472,7 +469,7 @@ def rates_of(
     }
 
 
-def _kind_of(optimizer: torch.optim.Optimizer) -> str:
+def _kind_of(optimizer: Optimizer) -> str:
     """Its class, whichever of our implementations a mesh has, and whether it has momentum: its state alone cannot say.
 
     An optimizer without a state would take any for one that has not begun.
@@ -486,7 +483,7 @@ def _kind_of(optimizer: torch.optim.Optimizer) -> str:
     return name.removesuffix("8bit") + " with momentum" * momentum
 
 
-def _names_of(optimizer: torch.optim.Optimizer, model: Model) -> list[list[str]]:
+def _names_of(optimizer: Optimizer, model: Model) -> list[list[str]]:
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     return [
         sorted(names[id(each)] for each in group["params"]) for group in optimizer.param_groups
@@ -494,7 +491,7 @@ def _names_of(optimizer: torch.optim.Optimizer, model: Model) -> list[list[str]]
 
 
 def set_rates(
-    optimizer: torch.optim.Optimizer | TrainStep | None,
+    optimizer: Optimizer | TrainStep | None,
     saved: Any,
     checkpoint: Checkpoint,
     model: Model,
@@ -570,7 +567,7 @@ def check_stateful(name: str, value: Any) -> None:
         digests_of({name: value.state_dict()}, 0)
 
 
-def state_of_loader(loader: Any) -> dict[str, Any]:
+def state_of_loader(loader: Any) -> Values:
     check_stateful("loader", loader)
     return {} if loader is None else dict(loader.state_dict())
 
@@ -587,7 +584,7 @@ def _not_plain(value: Any, name: str) -> Iterator[tuple[str, Any]]:
         yield name, value
 
 
-def digests_of(described: Values, step: int) -> dict[str, Any]:
+def digests_of(described: Values, step: int) -> Values:
     """Digests of the values saved as JSON, to compare; ConfigError for values that JSON cannot hold."""
     for name, value in _not_plain(described, ""):
         raise ConfigError(
@@ -605,7 +602,7 @@ def digests_of(described: Values, step: int) -> dict[str, Any]:
     }
 
 
-def refuse_other_values(parts: list[dict[str, Any]]) -> str:
+def refuse_other_values(parts: list[Values]) -> str:
     for rank, part in enumerate(parts):
         if wrong := [name for name in part if part[name] != parts[0][name]]:
             raise ConfigError(

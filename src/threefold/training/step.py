@@ -4,8 +4,6 @@ The loss of the step is the sum over all target tokens of the global batch divid
 micro-batching; or the sum of a custom loss divided by its count. Only `gradients` reads them.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -21,6 +19,7 @@ from threefold.config.optimizer import OptimizerConfig
 from threefold.config.schema import Config
 from threefold.data.rows.concat import IGNORED
 from threefold.errors import ConfigError, RunError, ThreefoldError, check_argument
+from threefold.jsonl import Values
 from threefold.model import noise
 from threefold.model.data_parallel import frozen_in, last_backward
 from threefold.model.gradient_sums import hook_problems
@@ -203,7 +202,7 @@ class TrainStep:
         for group in self.optimizer.param_groups:
             group["lr"] = rate * group.get("lr_share", 1.0)
 
-    def __call__(self, batch: Mapping[str, Any] | Sequence[Mapping[str, Any]]) -> StepNumbers:
+    def __call__(self, batch: Values | Sequence[Values]) -> StepNumbers:
         """One step with the rows of this dp rank, which its cp and tp ranks pass too.
 
         A list of batches is one global batch, in micro-batches that may differ in row length.
@@ -560,7 +559,7 @@ class TrainStep:
         return over_ranks(picks, self._mesh), over_ranks(count, self._mesh)
 
 
-def _as_fused(optimizer: torch.optim.Optimizer) -> FusedAdamW | None:
+def _as_fused(optimizer: torch.optim.Optimizer) -> "FusedAdamW | None":
     """An optimizer that clips gradients itself; its module is loaded only for a model with a working copy."""
     from threefold.optim.fused_adamw import FusedAdamW
 

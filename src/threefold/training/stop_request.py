@@ -1,7 +1,5 @@
 """Requests to stop a run: by signals to any rank, or by a hook; all ranks end after the same step."""
 
-from __future__ import annotations
-
 import os
 import signal
 import socket
@@ -59,7 +57,7 @@ class StopRequest:
         self._told_before = -1
         self._told: socket.socket | None = None
 
-    def __enter__(self) -> StopRequest:
+    def __enter__(self) -> "StopRequest":
         # Python gives signals to the main thread alone; who calls from another, as Ray Train does, stops by a hook.
         if threading.current_thread() is not threading.main_thread():
             return self

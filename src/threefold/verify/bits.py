@@ -14,6 +14,7 @@ from threefold.check.compare import Difference, compare_exactly
 from threefold.checkpoint.tensors import bytes_of
 from threefold.config.schema import Config
 from threefold.errors import ConfigError
+from threefold.jsonl import Values
 from threefold.mesh.mesh import Mesh
 from threefold.mesh.topology import Topology
 from threefold.model.build import build
@@ -173,7 +174,7 @@ def _difference(first: Sequence[Step], other: Sequence[Step]) -> str | None:
     return None
 
 
-def _failing(actual: Mapping[str, Any], expected: Mapping[str, Any]) -> list[Difference]:
+def _failing(actual: Values, expected: Values) -> list[Difference]:
     return [
         difference
         for difference in compare_exactly("bits", actual, expected)

@@ -5,8 +5,6 @@ A few steps run on the mesh and in one process, in float32, on the same rows; lo
 gradients and the layers' outputs are compared.
 """
 
-from __future__ import annotations
-
 import math
 import re
 from collections import Counter
@@ -95,7 +93,7 @@ class Verification:
         return asdict(self)
 
     @classmethod
-    def from_record(cls, record: dict[str, Any]) -> Verification:
+    def from_record(cls, record: dict[str, Any]) -> "Verification":
         differences = {
             name: [Difference(**values) for values in record[name]]
             for name in ("gradients", "not_finite")

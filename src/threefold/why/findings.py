@@ -20,6 +20,7 @@ import numpy as np
 
 from threefold.arrays import Float64, Int64
 from threefold.errors import ConfigError
+from threefold.jsonl import Values
 from threefold.records.state import ended_text
 from threefold.why.batch_rows import BatchRow, StepBatches
 from threefold.why.lookback import Lookback
@@ -60,7 +61,7 @@ class Anomaly:
     facts: list[str] = field(default_factory=list)
     rows: list[BatchRow] = field(default_factory=list)
 
-    def to_values(self) -> dict[str, Any]:
+    def to_values(self) -> Values:
         """Plain values, ready for JSON."""
         values = {
             "kind": self.kind,
@@ -377,7 +378,7 @@ def _changes(run: Lookback) -> Iterator[Anomaly]:
             )
 
 
-def _changed_text(event: dict[str, Any]) -> str:
+def _changed_text(event: Values) -> str:
     changed = event.get("changed")
     pairs = changed.items() if isinstance(changed, dict) else ()
     return ", ".join(

@@ -243,7 +243,7 @@ def example_of(row: Values, columns: Columns) -> Example:
     return _example([*asked, *answered], len(asked), tools, variables)
 
 
-def values_of(row: Values, columns: Columns) -> dict[str, Any]:
+def values_of(row: Values, columns: Columns) -> Values:
     """The columns that are read, the same from any kind of file: no object contains a null, and all of it is JSON.
 
     Arrow gives each object the keys of all others in its place, as nulls, so a null may mean a missing key.

@@ -4,8 +4,6 @@ A span marked by `{% generation %}` is used as it is; otherwise the spans are fo
 conversation, or the row is refused.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import re
@@ -19,6 +17,7 @@ from typing import Any
 from threefold.data.chat.assistant_spans import Turn, Whole
 from threefold.data.chat.formats import Message, Messages, RowError, with_arguments
 from threefold.data.chat.row_texts import RowTexts
+from threefold.jsonl import Values
 
 _GENERATION, _END = (
     re.compile(rf"\{{%([-+]?)\s*{name}\s*([-+]?)%\}}")
@@ -56,7 +55,7 @@ class ChatTemplate:
 
     source: str
     special: Mapping[str, str]
-    variables: Mapping[str, Any]
+    variables: Values
 
     @property
     def today(self) -> str | None:
@@ -105,7 +104,7 @@ class ChatTemplate:
         )
 
     def _rendered(
-        self, messages: Messages, tools: Tools, variables: Mapping[str, Any], *, prompt: bool
+        self, messages: Messages, tools: Tools, variables: Values, *, prompt: bool
     ) -> str:
         from jinja2 import TemplateError
         from transformers.utils.chat_template_utils import render_jinja_template
@@ -173,7 +172,7 @@ class ChatTemplate:
         return not self._writes([question, as_object]) and self._writes([question, as_text])
 
     @cached_property
-    def _without_content(self) -> Mapping[str, Any]:
+    def _without_content(self) -> Values:
         """Variants of a message with only calls: no content, null or an empty text, so that its calls are written."""
         calls = [
             {
@@ -199,7 +198,7 @@ class ChatTemplate:
             return False
 
     @cached_property
-    def bordered(self) -> ChatTemplate:
+    def bordered(self) -> "ChatTemplate":
         """The template, which writes a border where it has a mark."""
         source = self.source
         for mark, border in zip((_GENERATION, _END), _OPEN_CLOSE, strict=True):

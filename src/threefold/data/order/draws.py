@@ -4,8 +4,6 @@ In: a weight for each row. Out: the row of any position, in O(1). Invariants: a 
 position) and the weights, so resuming and dividing the draws among ranks is only arithmetic.
 """
 
-from __future__ import annotations
-
 import copy
 import math
 from collections.abc import Sequence
@@ -37,7 +35,7 @@ class WeightedDraws:
         self.seed, self.epoch = seed, epoch
         self._keys = key_words("weighted draws", seed, epoch, count=2)
 
-    def in_epoch(self, epoch: int, *, seed: int | None = None) -> WeightedDraws:
+    def in_epoch(self, epoch: int, *, seed: int | None = None) -> "WeightedDraws":
         """The same weights in another epoch, and with another seed; the table is shared, not built again."""
         other = copy.copy(self)
         other.seed, other.epoch = self.seed if seed is None else seed, epoch

@@ -17,8 +17,6 @@ state keeps the ranges that were left out, so a resume after step `first` does n
 before it does.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -281,7 +279,7 @@ class Cursor:
         }
 
     @classmethod
-    def from_state_dict(cls, state: Mapping[str, Any]) -> Cursor:
+    def from_state_dict(cls, state: Mapping[str, Any]) -> "Cursor":
         """The inverse of `state_dict`; a DataError for anything else, or an unknown order version."""
         state = state if isinstance(state, Mapping) else {}
         for name in ("epoch", "position", "order_version", "fingerprint"):

@@ -6,8 +6,6 @@ sources have one numbering: first all rows of the first source, then of the seco
 `Mixture.rows_at`. So a reader of rows does not know that there are several sources.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
@@ -73,7 +71,7 @@ class Packing:
             )
 
     @classmethod
-    def of(cls, data: DataConfig) -> Packing:
+    def of(cls, data: DataConfig) -> "Packing":
         """The packing that a config asks for."""
         mask, share = bool(data.document_mask), data.eval_share
         return cls(

@@ -10,8 +10,6 @@ without a sample in the last round repeats one as the last row of its last batch
 a dict batch its labels become -100; for other batches the caller passes a function.
 """
 
-from __future__ import annotations
-
 import copy
 import zlib
 from collections.abc import Callable, Iterator, Mapping
@@ -40,6 +38,7 @@ from threefold.data.sampling.sampler import (
     opening,
 )
 from threefold.errors import ConfigError, DataError
+from threefold.jsonl import Values
 from threefold.mesh.mesh import Mesh, active_mesh
 
 IgnoreLastRow = Callable[[Any], Any]
@@ -70,7 +69,7 @@ def distribute(
     tail: Tail | None = None,
     order: OrderName = "threefold",
     ignore_last_row: IgnoreLastRow | None = None,
-) -> DistributedLoader:
+) -> "DistributedLoader":
     """The same loader, restricted to the share of this dp rank.
 
     The loader decides whether to shuffle: `shuffle=True` gives a new order in every epoch, from `seed` and not from the
@@ -288,7 +287,7 @@ def _replica_of(loader: Any) -> tuple[int, int] | None:
     return (split.world_size, split.rank) if split is not None else None
 
 
-def known_draw(sampler: Any, num_rows: int) -> dict[str, Any] | None:
+def known_draw(sampler: Any, num_rows: int) -> Values | None:
     """As `draw_of`, but None for a sampler of which it is not known how it draws."""
     # accelerate's SeedableRandomSampler draws as RandomSampler does, from its own seed.
     shuffles = (
@@ -303,7 +302,7 @@ def known_draw(sampler: Any, num_rows: int) -> dict[str, Any] | None:
     return None
 
 
-def draw_of(sampler: Any, num_rows: int) -> dict[str, Any]:
+def draw_of(sampler: Any, num_rows: int) -> Values:
     """The arguments that make our sampler equivalent to torch's sampler."""
     if (draw := known_draw(sampler, num_rows)) is not None:
         return draw

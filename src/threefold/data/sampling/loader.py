@@ -5,8 +5,6 @@ position), and keep no state; so the state counts the batches that the loop cons
 may stop with four workers and resume with none.
 """
 
-from __future__ import annotations
-
 import multiprocessing
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager

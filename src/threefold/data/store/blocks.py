@@ -16,13 +16,13 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import xxhash
 
 from threefold.arrays import Array
 from threefold.errors import DataError, shell_word
-from threefold.jsonl import from_json, write_whole
+from threefold.jsonl import Values, from_json, write_whole
 
 BLOCK_BYTES = 1 << 20
 SUFFIX = ".blocks"
@@ -250,5 +250,5 @@ def with_suffix(prefix: str | Path, suffix: str) -> Path:
     return prefix.with_name(prefix.name + suffix)
 
 
-def _digest(head: dict[str, Any], hashes: bytes) -> str:
+def _digest(head: Values, hashes: bytes) -> str:
     return xxhash.xxh3_128_hexdigest(json.dumps(head).encode() + b"\n" + hashes)

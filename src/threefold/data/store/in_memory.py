@@ -24,6 +24,7 @@ from threefold.data.text.known_bytes import content_digest
 from threefold.data.text.source import LossMask
 from threefold.data.tokens import Tokenizer
 from threefold.errors import DataError, first_line
+from threefold.jsonl import Values
 
 # As in transformers.
 _MASKED = -100
@@ -65,7 +66,7 @@ def written(rows: Any, *, name: str, cache: Path, tokenizer: Callable[[], Tokeni
     return _lines(rows, name, folder)
 
 
-def _row(rows: Any, number: int, name: str) -> Mapping[str, Any]:
+def _row(rows: Any, number: int, name: str) -> Values:
     row = rows[number]
     if isinstance(row, Mapping):
         return row
@@ -92,7 +93,7 @@ def _lines(rows: Any, name: str, folder: Path) -> Path:
     return place
 
 
-def _encoded(row: Mapping[str, Any], number: int, name: str) -> bytes:
+def _encoded(row: Values, number: int, name: str) -> bytes:
     try:
         return json.dumps(
             dict(row), default=_plain, allow_nan=False, ensure_ascii=False

@@ -18,12 +18,13 @@ from threefold.data.store.prepare import PreparedStore, prepare, request_of
 from threefold.data.store.store import TokenStore, read_info
 from threefold.data.text.files import Files, open_files, open_stdlib
 from threefold.data.text.hub import is_saved, open_hub, open_saved
-from threefold.data.text.listing import FileList, Known
+from threefold.data.text.listing import FileList
 from threefold.data.text.source import (
     TRAIN_ON,
     ConcatSource,
     LabellerFor,
     Labels,
+    Opening,
     Source,
     TextSource,
 )
@@ -67,10 +68,7 @@ def open_text(
     source: Source, labeller_for: LabellerFor | None = None, *, memory: Path | None = None
 ) -> TextSource:
     """The documents that a source names, their files' digests remembered in `memory`; a DataError if it has none."""
-    texts = _opened(source, labeller_for, memory)
-    opened = [
-        replace(text, memory=memory) if isinstance(text, Files) else text for text in texts
-    ]
+    opened = _opened(Opening(source, labeller_for, memory))
     if (
         labeller_for is not None
         and opened[0].loss_mask is None
@@ -104,7 +102,7 @@ def rows_format(source: Source, *, memory: Path | None = None) -> str:
         is_there = made != "text" or source.text_field.partition(".")[0] in names
         formats.append(made if is_there else "unknown")
 
-    _opened(source, look, memory)
+    _opened(Opening(source, look, memory))
     return formats[0] if formats else "text"
 
 
@@ -155,15 +153,13 @@ def files_of(source: Source) -> list[FileList]:
         source.name.startswith("hf:") or store_prefix(source.name) is not None
     ):
         return []
-    return [text.files for text in _opened(source) if isinstance(text, Files)]
+    return [text.files for text in _opened(Opening(source)) if isinstance(text, Files)]
 
 
-def _opened(
-    source: Source, labeller_for: LabellerFor | None = None, memory: Path | None = None
-) -> list[TextSource]:
-    known: Known = {}
+def _opened(asked: Opening) -> list[TextSource]:
+    source = asked.source
     if isinstance(source.name, str):
-        return [_open_one(source, source.name, known, labeller_for, memory)]
+        return [_open_one(asked, source.name)]
     for name in source.name:
         if store_prefix(name) is not None:
             mixture = {
@@ -177,7 +173,7 @@ def _opened(
             )
     try:
         opened = [
-            _open_one(replace(source, name=name), name, known, labeller_for, memory)
+            _open_one(replace(asked, source=replace(source, name=name)), name)
             for name in source.name
         ]
     except DataError as error:
@@ -195,19 +191,13 @@ def _opened(
     return opened
 
 
-def _open_one(
-    source: Source,
-    name: str,
-    known: Known,
-    labeller_for: LabellerFor | None,
-    memory: Path | None,
-) -> TextSource:
+def _open_one(asked: Opening, name: str) -> TextSource:
     folder = expanded(name)
     if name.startswith(_STORES):
         from threefold.data.store.at_address import text_at
 
         # Under the name that the user wrote.
-        text = _open_one(source, str(text_at(name)), known, labeller_for, memory)
+        text = _open_one(asked, str(text_at(name)))
         return replace(text, name=name) if isinstance(text, Files) else text
     if match := _REMOTE.match(name):
         name = match.expand(r"\1://\2")
@@ -221,18 +211,10 @@ def _open_one(
             fix=fix,
         )
     if name.startswith("hf:"):
-        return open_hub(source, labeller_for, memory=memory)
+        return open_hub(asked)
     if name == "stdlib":
-        return open_stdlib()
-    if is_saved(folder):
-        return open_saved(source, folder, labeller_for, memory=memory)
-    return open_files(
-        name,
-        text_field=source.text_field,
-        skip_bad=source.skip_bad_lines,
-        known=known,
-        labeller_for=labeller_for,
-    )
+        return open_stdlib(asked.memory)
+    return open_saved(asked, folder) if is_saved(folder) else open_files(name, asked)
 
 
 def cached_store(

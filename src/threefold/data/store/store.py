@@ -13,8 +13,6 @@ A store with a .json is complete: the writer renames .bin and .idx into place be
 of tokens and the documents' ends in it; a truncated or foreign file is refused with the reason.
 """
 
-from __future__ import annotations
-
 import hashlib
 import os
 import weakref
@@ -110,7 +108,7 @@ class TokenStore:
 
     blocks: Blocks | None = None
     blocks_at: Path | None = None
-    stored: KnownFile | None = None
+    stored: "KnownFile | None" = None
 
     def __init__(self, prefix: str | Path) -> None:
         self.prefix = Path(prefix)

@@ -1,7 +1,5 @@
 """Writing a token store: document by document, and its files get their names only when all of them are on the disk."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os
@@ -103,7 +101,7 @@ class StoreWriter:
             **origin,
         )
 
-    def finish(self, info: Callable[[StoreWriter], StoreInfo]) -> StoreInfo:
+    def finish(self, info: "Callable[[StoreWriter], StoreInfo]") -> StoreInfo:
         """Puts .bin, .idx, .blocks and the .json from `info(self)` in place, in this order; returns the info.
 
         Each file is synced to the disk before it gets its name, so a power cut leaves no store that looks complete.

@@ -20,7 +20,7 @@ from threefold.data.text import file_errors, listing
 from threefold.data.text import rows as text_rows
 from threefold.data.text.fields import AGAIN, SKIP, TextField
 from threefold.data.text.known_bytes import Digests, HashedFile, SourceFile
-from threefold.data.text.listing import KINDS, TEXTS, FileList, Kind, Known, kind_of
+from threefold.data.text.listing import KINDS, TEXTS, FileList, Kind, kind_of
 from threefold.data.text.source import (
     MAX_PROBLEMS,
     Document,
@@ -29,6 +29,7 @@ from threefold.data.text.source import (
     Labeller,
     LabellerFor,
     LossMask,
+    Opening,
     Piece,
     ReadLog,
 )
@@ -180,7 +181,7 @@ class Files:
         yield text.removeprefix("\ufeff")
 
 
-def open_stdlib() -> Files:
+def open_stdlib(memory: Path | None) -> Files:
     """The running Python's standard library without installed packages and test folders: about 12 MB of .py files."""
     root = Path(sysconfig.get_paths()["stdlib"])
     files = listing.list_folder(root, {}, excluded=EXCLUDED_FOLDERS)
@@ -191,45 +192,33 @@ def open_stdlib() -> Files:
             expected="the standard library as files (some Python builds keep it in a zip or as .pyc only)",
             fix=f"--data.source FOLDER   (any folder of {KINDS})",
         )
-    return Files("stdlib", files, None, skip_undecodable=True)
+    return Files("stdlib", files, None, skip_undecodable=True, memory=memory)
 
 
-def open_files(
-    source: str,
-    *,
-    text_field: str,
-    skip_bad: bool = False,
-    known: Known | None = None,
-    labeller_for: LabellerFor | None = None,
-) -> Files:
-    """The files that a path or glob names; a DataError if there are none.
-
-    Args:
-        labeller_for: for rows that are not text.
-        known: files that other entries of a list already read; the new ones are added.
-    """
-    known = {} if known is None else known
-    path = expanded(source)
+def open_files(name: str, asked: Opening) -> Files:
+    """The files that a path or glob names; a DataError if there are none."""
+    known, path = asked.known, expanded(name)
     if path.is_file():
         if (kind := kind_of(path.name)) is None:
-            raise file_errors.unknown_kind(source, path)
+            raise file_errors.unknown_kind(name, path)
         listed = listing.each_once(path.parent, {path.name: kind}, [], known)
     elif path.is_dir():
         listed = listing.list_folder(path, known)
-        file_errors.refuse_several(source, listed)
-    elif listing.is_glob(source):
+        file_errors.refuse_several(name, listed)
+    elif listing.is_glob(name):
         listed = listing.list_glob(str(path), known)
     else:
-        raise file_errors.not_there(source, path)
+        raise file_errors.not_there(name, path)
     if not listed.read and not any(
         each.group == listing.READ_ALREADY for each in listed.left_out
     ):
-        raise file_errors.nothing_readable(source, listed)
-    files = Files(source, listed, None, skip_bad=skip_bad)
+        raise file_errors.nothing_readable(name, listed)
+    source = asked.source
+    files = Files(name, listed, None, skip_bad=source.skip_bad_lines, memory=asked.memory)
     if all(kind.suffix in TEXTS for kind in files.kinds):
         return files
-    files = replace(files, text_field=text_field)
-    return files if labeller_for is None else _labelled(files, labeller_for)
+    files = replace(files, text_field=source.text_field)
+    return _labelled(files, asked.labeller_for) if asked.labeller_for else files
 
 
 def _labelled(files: Files, labeller_for: LabellerFor) -> Files:

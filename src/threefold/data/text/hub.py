@@ -7,8 +7,6 @@ had changed when they were complete. It pickles as the paths of the Arrow files,
 No code from the dataset's repository runs.
 """
 
-from __future__ import annotations
-
 import contextlib
 import hashlib
 import itertools
@@ -29,8 +27,8 @@ from threefold.data.text.known_bytes import Digests, HashedFile, changed, conten
 from threefold.data.text.source import (
     Document,
     Labeller,
-    LabellerFor,
     LossMask,
+    Opening,
     Piece,
     ReadLog,
     Source,
@@ -50,7 +48,7 @@ class HubRows:
     """The text column of one split; `fingerprint` is of the rows' `files` and of the column's name."""
 
     name: str
-    dataset: Dataset
+    dataset: "Dataset"
     text_field: str
     fingerprint: str
     files: Mapping[Path, HashedFile]
@@ -87,21 +85,15 @@ class HubRows:
                 log.bad(what, expected="undamaged rows", fix=AGAIN, count=stop - start)
 
 
-def open_hub(
-    source: Source, labeller_for: LabellerFor | None = None, *, memory: Path | None = None
-) -> HubRows:
-    """One split of `hf:ID`; a DataError if it cannot be read, or has no such split, configuration or field.
-
-    Args:
-        memory: where digests of a folder's files are remembered.
-    """
+def open_hub(asked: Opening) -> HubRows:
+    """One split of `hf:ID`; a DataError if it cannot be read, or has no such split, configuration or field."""
     import datasets
 
-    assert isinstance(source.name, str)
-    dataset_id = source.name.removeprefix("hf:")
+    source = asked.source
+    dataset_id = str(source.name).removeprefix("hf:")
     folder = expanded(dataset_id)
     if is_saved(folder):
-        return open_saved(source, folder, labeller_for, memory=memory)
+        return open_saved(asked, folder)
     if dataset_id.startswith((".", "/", "~")) and not folder.is_dir():
         raise DataError(
             f"data.source = 'hf:{dataset_id}' is not a folder",
@@ -109,9 +101,9 @@ def open_hub(
             fix="--data.source hf:FOLDER   (a folder with .jsonl, .parquet, .csv or .txt files)",
         )
     if not folder.is_dir():
-        return _rows_of(_loaded(source, dataset_id), source, labeller_for, memory)
+        return _rows_of(_loaded(source, dataset_id), asked)
     before = _hashed_below(
-        folder, sorted(path for path in folder.rglob("*") if path.is_file()), memory
+        folder, sorted(path for path in folder.rglob("*") if path.is_file()), asked.memory
     )
     place = (
         Path(datasets.config.HF_DATASETS_CACHE)
@@ -125,7 +117,7 @@ def open_hub(
             shutil.rmtree(place, ignore_errors=True)
         dataset = _loaded(source, str(folder), cache_dir=str(place))
         identity = _content(before, folder, source.config_name, source.split)
-        rows = _rows_of(dataset, source, labeller_for, memory, identity=identity)
+        rows = _rows_of(dataset, asked, identity)
         for path, hashed in before.items() if not digests else ():
             hashed.refuse_other(path)
         for path, hashed in rows.files.items():
@@ -138,7 +130,7 @@ def open_hub(
     return rows
 
 
-def _loaded(source: Source, name: str, *, cache_dir: str | None = None) -> Dataset:
+def _loaded(source: Source, name: str, *, cache_dir: str | None = None) -> "Dataset":
     import datasets
 
     try:
@@ -184,16 +176,11 @@ def is_saved(folder: Path) -> bool:
     )
 
 
-def open_saved(
-    source: Source,
-    folder: Path,
-    labeller_for: LabellerFor | None = None,
-    *,
-    memory: Path | None = None,
-) -> HubRows:
+def open_saved(asked: Opening, folder: Path) -> HubRows:
     """The rows of a folder of `save_to_disk`; of several splits the source's. As `open_hub`."""
     import datasets
 
+    source = asked.source
     try:
         dataset = datasets.load_from_disk(str(folder), keep_in_memory=False)
     except Exception as error:
@@ -212,27 +199,21 @@ def open_saved(
                 fix=f"--data.split {next(iter(dataset), 'NAME')}",
             )
         dataset = dataset[source.split]
-    return _rows_of(dataset, source, labeller_for, memory)
+    return _rows_of(dataset, asked)
 
 
-def _rows_of(
-    dataset: Dataset,
-    source: Source,
-    labeller_for: LabellerFor | None,
-    memory: Path | None,
-    *,
-    identity: str | None = None,
-) -> HubRows:
+def _rows_of(dataset: "Dataset", asked: Opening, identity: str | None = None) -> HubRows:
     """The rows of a dataset; `identity` of its content, if that is not the bytes of its files."""
+    source = asked.source
     name, text_field = str(source.name), source.text_field
     paths = [Path(each["filename"]) for each in dataset.cache_files]
     root = Path(os.path.commonpath([path.parent for path in paths] or [Path("/")]))
-    files = _hashed_below(root, paths, memory)
+    files = _hashed_below(root, paths, asked.memory)
     # The files of a split are all of it, unless it is requested as `train[:10%]`.
     identity = identity or _content(
         files, root, len(dataset), source.split if "[" in source.split else ""
     )
-    labeller = labeller_for(dataset.column_names) if labeller_for is not None else None
+    labeller = asked.labeller_for(dataset.column_names) if asked.labeller_for else None
     columns = [
         text_field if text_field in dataset.column_names else text_field.partition(".")[0]
     ]

@@ -15,11 +15,11 @@ from collections import Counter
 from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from threefold.config.paths import RUN_FILE
 from threefold.errors import size_text
-from threefold.jsonl import write_whole
+from threefold.jsonl import Values, write_whole
 
 TEXTS = (".txt", ".md", ".py")
 ROWS = (".jsonl", ".json", ".csv", ".parquet")
@@ -187,7 +187,7 @@ def write_list(lists: Iterable[FileList], folder: Path) -> str:
     return f"listed in {to}"
 
 
-def _lines(lists: Iterable[FileList]) -> Iterator[dict[str, Any]]:
+def _lines(lists: Iterable[FileList]) -> Iterator[Values]:
     for each in lists:
         # The run may be resumed from another folder.
         root, key = each.root.absolute(), {"key": each.key} if each.key else {}

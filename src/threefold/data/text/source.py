@@ -6,17 +6,17 @@ on every machine, so that the work on them can be shared out, stopped and resume
 collected in a `ReadLog`, so that one error names several lines.
 """
 
-from __future__ import annotations
-
 import difflib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from pathlib import Path
 from typing import Any, NamedTuple, Protocol, cast
 
 from threefold.arrays import Bool, Int32
 from threefold.config.yaml_text import pasted
 from threefold.data.text.known_bytes import content_digest
+from threefold.data.text.listing import Known
 from threefold.errors import DataError, Problem
 from threefold.jsonl import Values
 
@@ -180,7 +180,7 @@ class ReadLog:
         self.fields.extend(name for name in fields if name not in self.fields)
         self.text_fields.extend(name for name in text_fields if name not in self.text_fields)
 
-    def merge(self, other: ReadLog) -> None:
+    def merge(self, other: "ReadLog") -> None:
         """Adds the log of later pieces."""
         for count in ("num_rows", "num_with_field", "num_skipped", "num_bad"):
             setattr(self, count, getattr(self, count) + getattr(other, count))
@@ -284,6 +284,22 @@ class Labeller(Protocol):
 
 LabellerFor = Callable[[Sequence[str]], Labeller | None]
 """The labeller for rows with these columns; None: they are texts."""
+
+
+@dataclass(frozen=True)
+class Opening:
+    """A source, and how to open it.
+
+    Attributes:
+        labeller_for: for rows that are not text.
+        memory: folder where the files' digests are remembered.
+        known: files that other entries of a list already read; the new ones are added.
+    """
+
+    source: Source
+    labeller_for: LabellerFor | None = None
+    memory: Path | None = None
+    known: Known = field(default_factory=dict)
 
 
 class TextSource(Protocol):

@@ -6,8 +6,6 @@ number of ranks or rows per batch; for evaluation, one whose rows `accelerator.g
 the dataset's order. Both put batches on the device and tell accelerate when a loader ends.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -40,7 +38,7 @@ def prepare_loader(
     seed: int = 0,
     tail: Tail | None = None,
     ignore_last_row: IgnoreLastRow | None = None,
-) -> PreparedLoader:
+) -> "PreparedLoader":
     """A training loader that reads this rank's share; in place of `accelerator.prepare(loader)`.
 
     `batch_size` is rows per rank; shuffling is taken from the loader. It is registered for checkpointing:
@@ -99,7 +97,7 @@ class PreparedLoader:
 
 def prepare_evaluation_loader(
     accelerator: Accelerator, loader: DataLoader[Any]
-) -> PreparedEvaluationLoader:
+) -> "PreparedEvaluationLoader":
     """An evaluation loader in the dataset's order; in place of `accelerator.prepare(loader)`.
 
     Raises:

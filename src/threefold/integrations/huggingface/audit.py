@@ -7,8 +7,6 @@ it counts the samples that an epoch has read (`counter`), so that one read twice
 across a resume. So it does for an order that only the lengths of the rows determine.
 """
 
-from __future__ import annotations
-
 import math
 from collections import deque
 from dataclasses import replace
@@ -99,7 +97,7 @@ class AuditCallback(TrainerCallback):
         if self._audit is not None:
             self._audit.check()
 
-    def _audit_of(self, args: Any, state: Any, loader: Any) -> OrderAudit | RowCounter | None:
+    def _audit_of(self, args: Any, state: Any, loader: Any) -> "OrderAudit | RowCounter | None":
         kind = type(loader).__name__
         if isinstance(loader, TrainLoader):
             if loader.sampler.replacement:

@@ -26,6 +26,7 @@ from threefold.data.sampling.distribute import (
 from threefold.data.sampling.sampler import DistributedSampler
 from threefold.integrations.huggingface.evaluation_loader import EvaluationLoader
 from threefold.integrations.huggingface.training_loader import Collate, TrainLoader
+from threefold.jsonl import Values
 
 # Rows of a stretch; fewer in a small dataset, which has four stretches at least.
 _LONGEST_STRETCH = 4096
@@ -103,7 +104,7 @@ def adopted(trainer: Any, loader: Any) -> Any:
     if type(loader) is DistributedLoader:
         require_distributed(loader, trainer.axis)
         plain, sampler, batch_size = loader, loader.sampler, loader.batch_size
-        draw: dict[str, Any] | None
+        draw: Values | None
         draw = {**sampler.draw, "order": sampler.order, "seed": sampler.seed}
         drop = sampler.tail == "drop"
     elif type(loader) is DataLoaderShard and type(loader.base_dataloader) is DataLoader:
@@ -130,7 +131,7 @@ def adopted(trainer: Any, loader: Any) -> Any:
 
 
 def _order(
-    trainer: Any, rows: Any, *, draw: dict[str, Any], batch_size: int, drop: bool
+    trainer: Any, rows: Any, *, draw: Values, batch_size: int, drop: bool
 ) -> DistributedSampler:
     args, axis = trainer.args, trainer.axis
     kind = GroupedSampler if "lengths" in draw else DistributedSampler

@@ -5,8 +5,6 @@ unless they are weighted by their numbers of targets. So everything here is a su
 its mean times its targets, divided by all targets of all ranks.
 """
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -138,7 +136,7 @@ def weighing(trainer: Any, part: StepPart, step: StepPart) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def measuring(trainer: Any, mean: RunningMean, loader: Any) -> Iterator[None]:
+def measuring(trainer: Any, mean: "RunningMean", loader: Any) -> Iterator[None]:
     """Adds the loss of every prediction step to `mean`, whichever class of the trainer computes it."""
     predict = trainer.prediction_step
 

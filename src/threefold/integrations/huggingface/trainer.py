@@ -43,6 +43,7 @@ from threefold.integrations.huggingface.loss import (
     weighing,
 )
 from threefold.integrations.huggingface.training_loader import Axis, TrainLoader
+from threefold.jsonl import Values
 from threefold.model.data_parallel import frozen_in
 
 log = logging.get_logger(__name__)
@@ -82,7 +83,7 @@ class Trainer(transformers.Trainer):
             self.add_callback(AuditCallback())
         self.callback_handler.callbacks.insert(0, trainer_checkpoint.EpochByRows(self))
 
-    def _build_accelerator_args(self, **kwargs: Any) -> dict[str, Any]:
+    def _build_accelerator_args(self, **kwargs: Any) -> Values:
         built = super()._build_accelerator_args(**kwargs)
         has_mesh = getattr(self.model, "is_distributed_loading_by_transformers", False)
         if has_mesh and self.args.parallelism_config is None:

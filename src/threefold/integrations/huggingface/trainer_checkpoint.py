@@ -25,6 +25,7 @@ from torch.distributed.checkpoint.state_dict import (
     get_optimizer_state_dict,
     set_optimizer_state_dict,
 )
+from torch.optim import Optimizer
 from transformers import TrainerCallback
 from transformers.utils import logging
 
@@ -35,6 +36,7 @@ from threefold.checkpoint.state import damage_found, fit, holdings, own_parts, r
 from threefold.checkpoint.tensor_index import Index
 from threefold.errors import CheckpointError, DataError, Problem, RunError
 from threefold.integrations.huggingface.training_loader import TrainLoader
+from threefold.jsonl import Values
 from threefold.mesh.mesh import Mesh
 from threefold.mesh.topology import Topology
 
@@ -74,7 +76,7 @@ def save_place(checkpoint: Path, **values: Any) -> None:
     partial.replace(checkpoint / PLACE_FILE)
 
 
-def _read_place(checkpoint: Path) -> tuple[int, dict[str, Any], int]:
+def _read_place(checkpoint: Path) -> tuple[int, Values, int]:
     """(steps done, the saved state of the loader, rows of a step), as `save_place` wrote them."""
     path = checkpoint / PLACE_FILE
     try:
@@ -140,7 +142,7 @@ def _is_complete(checkpoint: Path) -> bool:
 
 
 def save_shards(
-    checkpoint: Path, model: nn.Module, optimizer: torch.optim.Optimizer | None, *, step: int
+    checkpoint: Path, model: nn.Module, optimizer: Optimizer | None, *, step: int
 ) -> None:
     """Writes weights and optimizer of a sharded model; every rank calls it, and gets RunError if one cannot write."""
     optimizer = getattr(optimizer, "optimizer", optimizer)  # accelerate's has torch's inside
@@ -183,9 +185,7 @@ def refuse_other_copies(args: Any, model: nn.Module, optimizer: Any, *, step: in
     refuse_drift(held, all_ranks(), when=f"after step {step}", fix=_COPIES)
 
 
-def load_shards(
-    checkpoint: Path, model: nn.Module, optimizer: torch.optim.Optimizer | None
-) -> None:
+def load_shards(checkpoint: Path, model: nn.Module, optimizer: Optimizer | None) -> None:
     """Fills a sharded model, and its optimizer if one is given, from any mesh's shards; every rank calls it.
 
     Raises:
@@ -251,7 +251,7 @@ def all_ranks(topology: Topology | None = None) -> Mesh:
     )
 
 
-def _tensors(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> dict[str, Tensor]:
+def _tensors(model: nn.Module, optimizer: Optimizer | None) -> dict[str, Tensor]:
     """Live tensors by name; an optimizer that has made no step yet gets its state made."""
     state: dict[str, Any] = {
         f"model.{name}": tensor for name, tensor in get_model_state_dict(model).items()
@@ -262,7 +262,7 @@ def _tensors(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> dict[
     return {name: value.detach() for name, value in state.items() if isinstance(value, Tensor)}
 
 
-def check_order(saved: Mapping[str, Any], *, loader: Any) -> None:
+def check_order(saved: Values, *, loader: Any) -> None:
     """Loads a saved place into a training loader; DataError, in the Trainer's words, if its order is another one."""
     try:
         loader.load_state_dict(saved)
@@ -279,9 +279,7 @@ def check_order(saved: Mapping[str, Any], *, loader: Any) -> None:
         raise DataError.of(problems) from None
 
 
-def _at_next_epoch(
-    saved: Mapping[str, Any], global_batch: int, loader: TrainLoader
-) -> dict[str, Any] | None:
+def _at_next_epoch(saved: Values, global_batch: int, loader: TrainLoader) -> Values | None:
     """The place at the next epoch's head in a dataset of another size; None within an epoch, or for the same data.
 
     An epoch that was read to its end has no rows left that another dataset could move.

@@ -8,8 +8,6 @@ rows; one written out here if a layer caps its scores (gemma2) or has sinks (gpt
 silently leave out.
 """
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -46,7 +44,7 @@ class DocumentLengths(NamedTuple):
     beyond: int
 
     @classmethod
-    def of(cls, documents: Tensor, device: torch.device) -> DocumentLengths:
+    def of(cls, documents: Tensor, device: torch.device) -> "DocumentLengths":
         """On a device, from the number of each token's document [rows, sequence] in the host's memory."""
         first = documents.diff(prepend=documents[:, :1] - 1).flatten().nonzero()[:, 0]
         begins = F.pad(first, (0, 1), value=documents.numel()).int()

@@ -5,8 +5,6 @@ one document into the next. So rows with documents are rearranged before such a 
 after it. Documents of similar length run together: at most half of the computation is padding.
 """
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -66,7 +64,7 @@ class DocumentRows:
     back: Tensor
 
     @classmethod
-    def of(cls, documents: Tensor) -> DocumentRows:
+    def of(cls, documents: Tensor) -> "DocumentRows":
         """Built from the number of each token's document [batch, sequence]; waits for the device once."""
         batch, sequence = documents.shape
         begins = torch.ones_like(documents, dtype=torch.bool)

@@ -13,8 +13,6 @@ traffic is the same; the work and the memory between the parts are divided by tp
 gradient of a parameter between them.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -70,7 +68,7 @@ class _Entry(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight: Tensor, shared: SharedInput, beside: _Beside
+        ctx: Any, x: Tensor, weight: Tensor, shared: "SharedInput", beside: _Beside
     ) -> Tensor:
         ctx.group, ctx.beside = shared.group, beside
         return gather_parts(x, shared.group) if shared.scattered else x.view_as(x)

@@ -7,8 +7,6 @@ silence is noticed. The process that starts ranks keeps that memory for them, an
 that could not do so itself.
 """
 
-from __future__ import annotations
-
 import contextlib
 import faulthandler
 import logging
@@ -23,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from threefold.checkpoint.lineage import Ending, Journal
+from threefold.jsonl import Values
 from threefold.mesh import environment
 from threefold.mesh.local_ranks import STOPS
 from threefold.run.watch.main_thread import cgroup_folders, line_of, state_of, uninterruptible
@@ -71,7 +70,7 @@ class Pulse:
             faulthandler.register(_ASKS, file=self._stack, all_threads=False)
 
     @classmethod
-    def begin(cls, path: str | None = None) -> Pulse | None:
+    def begin(cls, path: str | None = None) -> "Pulse | None":
         """The pulse of this rank, where there can be one."""
         if sys.platform != "linux":
             return None
@@ -93,7 +92,7 @@ class Pulse:
         _BEAT.pack_into(self._memory, 0, time.monotonic(), number)
 
     @property
-    def address(self) -> dict[str, Any]:
+    def address(self) -> Values:
         """Where other processes of this host find it."""
         process = os.getpid()
         return {
@@ -116,7 +115,7 @@ class Pulse:
 class Peer:
     """Another rank of this host, by its pulse."""
 
-    def __init__(self, address: dict[str, Any]) -> None:
+    def __init__(self, address: Values) -> None:
         self.process: int = address["process"]
         self._folder = f"/proc/{self.process}"
         self._since = address["since"]
@@ -127,7 +126,7 @@ class Peer:
         self._stack = ""
 
     @classmethod
-    def at(cls, address: dict[str, Any] | None) -> Peer | None:
+    def at(cls, address: Values | None) -> "Peer | None":
         """The rank at an address, unless that is of another host, or its memory cannot be read."""
         here = environment.namespace_here("pid")
         if address is None or here is None or address["here"] != here:

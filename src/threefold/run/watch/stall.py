@@ -7,8 +7,6 @@ others have begun a collective without. A rank that no longer reports is named, 
 the observations of another rank of its host.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
@@ -66,7 +64,7 @@ class Report:
         return json.dumps(asdict(self))
 
     @classmethod
-    def from_json(cls, text: str | bytes) -> Report:
+    def from_json(cls, text: str | bytes) -> "Report":
         return cls(**json.loads(text))
 
     def place(self) -> str:
@@ -76,7 +74,7 @@ class Report:
             f"in {self.phase}{', after' if self.phase == CLOSING else ' of'} step {self.step}"
         )
 
-    def waits_for(self, other: Report) -> bool:
+    def waits_for(self, other: "Report") -> bool:
         """Whether it has begun a collective of a group that the other is in, and has not begun."""
         return any(
             count > other.begun[group]

@@ -10,7 +10,14 @@ from typing import Any
 
 import pytest
 import torch
-from torch.utils.data import DataLoader, WeightedRandomSampler
+from accelerate.data_loader import BatchSamplerShard
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    DistributedSampler,
+    SequentialSampler,
+    WeightedRandomSampler,
+)
 
 import threefold
 from referee_records import judge_data
@@ -415,6 +422,27 @@ def test_pass_has_ended_once_its_last_batch_was_trained_on(length: int) -> None:
     assert not loaders.passes[0, 0]["ended"]
     loaders.trained_on([(0, 0)])
     assert loaders.passes[0, 0]["ended"]
+
+
+def test_share_that_a_sampler_reads_is_seen() -> None:
+    rows: Any = range(12)
+    dealt_out = DistributedSampler(rows, num_replicas=3, rank=1)
+    batches = BatchSampler(SequentialSampler(rows), 2, drop_last=False)
+    loaders = Loaders()
+    assert loaders.share == (None, None)
+    for settings, share in (
+        ({"sampler": dealt_out, "batch_size": 2}, (3, 1)),
+        (
+            {"batch_sampler": BatchSamplerShard(batches, num_processes=2, process_index=1)},
+            (2, 1),
+        ),
+        ({"batch_size": 2}, (None, None)),
+    ):
+        loader = DataLoader(rows, **settings)
+        passing = iter(loader)
+        loaders.begins(passing, loader)
+        loaders.hands_out(next(passing), passing)
+        assert loaders.share == share
 
 
 def test_draws_with_weights_are_seen_to_have_replacement() -> None:

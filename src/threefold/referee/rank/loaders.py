@@ -77,10 +77,15 @@ class Loaders:
     @property
     def share(self) -> tuple[int | None, int | None]:
         """Into how many shares the sampler of the last batch divides the rows, and which one it reads."""
-        facts: Values = {}
-        for each in self.passes[self.last]["samplers"] if self.last is not None else ():
-            facts |= each
-        return facts.get("num_replicas"), facts.get("rank")
+        if self.last is not None:
+            for facts in self.passes[self.last]["samplers"]:
+                for num_shares, which in (
+                    ("num_replicas", "rank"),
+                    ("num_processes", "process_index"),
+                ):
+                    if num_shares in facts and which in facts:
+                        return facts[num_shares], facts[which]
+        return None, None
 
     def attach(self, around: Callable[..., None]) -> None:
         """Hangs these on torch's loaders, by `around` (`RankRecorder.around`)."""

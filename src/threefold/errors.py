@@ -101,7 +101,7 @@ class ThreefoldError(Exception):
         return "\n\n".join(str(problem) for problem in self.problems)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return self.of, (self.problems,)
+        return self.of, (self.problems,), vars(self)
 
 
 @contextmanager

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -286,3 +287,13 @@ def test_a_config_of_transformers_a_path_and_a_type_of_torch_are_taken(
     one.save_pretrained(tmp_path / "saved")
     again = threefold.load_model(tmp_path / "saved", dtype=torch.bfloat16, **settings)
     assert again.asked.model.dtype == "bfloat16"
+
+
+def test_an_error_from_another_process_says_where_it_arose() -> None:
+    error = DataError("what", expected="expected", fix="fix")
+    error.ranks, error.phase, error.step = (1, 2), "save", 7
+    error.add_note("a note")
+    again = pickle.loads(pickle.dumps(error))
+    assert type(again) is DataError and again.problems == error.problems
+    assert (again.ranks, again.phase, again.step) == ((1, 2), "save", 7)
+    assert again.__notes__ == ["a note"]

@@ -64,6 +64,9 @@ sampler = DistributedSampler(rows, **shares)
 loader = DataLoader(rows, batch_size=4, sampler=sampler)
 for epoch in range(2):
     sampler.set_epoch(epoch)
+    if kind == "fsdp2_clip":  # an evaluation, after which what the root holds stays gathered
+        with torch.no_grad():
+            model(input_ids=rows[0][None])
     for ids in loader:
         optimizer.zero_grad()
         logits = model(input_ids=ids).logits

@@ -44,9 +44,23 @@ def unwrapped(module: Module) -> Module:
 
 
 def named_parameters(module: Module) -> dict[str, torch.nn.Parameter]:
-    """The parameters of the model below all wrappers, by their names in it."""
+    """The parameters of the model below all wrappers, by their names in it.
+
+    After a forward without a backward, fully_shard leaves gathered parameters in the module. The shards, which are
+    trained, stand for them.
+    """
+    shards = {}
+    for sharded in module.modules():
+        if hasattr(sharded, "_get_fsdp_state"):
+            state = sharded._get_fsdp_state()
+            # One group before torch 2.13.
+            for group in getattr(state, "_fsdp_param_groups", None) or [
+                state._fsdp_param_group
+            ]:
+                for held in group.fsdp_params if group else ():
+                    shards[id(getattr(held, "_unsharded_param", None))] = held.sharded_param
     return {
-        _INNER.sub("", name): parameter
+        _INNER.sub("", name): shards.get(id(parameter), parameter)
         for name, parameter in unwrapped(module).named_parameters()
     }
 

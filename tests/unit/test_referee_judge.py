@@ -424,6 +424,23 @@ def test_pass_has_ended_once_its_last_batch_was_trained_on(length: int) -> None:
     assert loaders.passes[0, 0]["ended"]
 
 
+def test_last_batch_of_a_loader_that_fetches_ahead_is_of_its_pass() -> None:
+    loaders = Loaders()
+    train, held_out = (DataLoader(range(length), batch_size=2) for length in (4, 2))  # type: ignore[arg-type]
+    trains = iter(train)
+    loaders.begins(trains, train)
+    for batch in (0, 1):
+        loaders.hands_out(batch, trains)
+    # The loop evaluates while the second batch waits; asked for the next one, the loader has no more to fetch.
+    evaluates = iter(held_out)
+    loaders.begins(evaluates, held_out)
+    loaders.hands_out(0, evaluates)
+    loaders.ends(evaluates)
+    assert loaders.last == (1, 0)
+    loaders.ends(trains)
+    assert loaders.last == (0, 0)
+
+
 def test_share_that_a_sampler_reads_is_seen() -> None:
     rows: Any = range(12)
     dealt_out = DistributedSampler(rows, num_replicas=3, rank=1)

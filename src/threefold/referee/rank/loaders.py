@@ -70,9 +70,10 @@ class Loaders:
             self.passes[name]["ended"] = True
 
     def ends(self, iterator: Any) -> None:
-        """A loader has no more batches."""
+        """A loader has no more batches. One that fetches ahead, as accelerate's, now hands out its last one."""
         if (name := self._names.get(iterator)) is not None:
             self.passes[name]["ended"] = True
+            self.last = name
 
     @property
     def share(self) -> tuple[int | None, int | None]:

@@ -18,7 +18,7 @@ from threefold.explain.events import Events, ended, follows_a_program, said_to_h
 from threefold.explain.facts import first_failure
 from threefold.explain.known import PAGES, KnownError, Sign, Tier, known_errors
 from threefold.explain.log import Log, LogLine
-from threefold.explain.sources.c10d import is_retry
+from threefold.explain.sources.c10d import is_retry, nccl_reason
 from threefold.explain.sources.launcher import first_exit, rank_of_exit
 from threefold.explain.sources.signs import EventKind
 from threefold.explain.sources.tracebacks import (
@@ -136,6 +136,9 @@ def examine(log: Log, *, pages: Path = PAGES) -> Diagnosis:
     errors = raised(log)
     known = known_errors(pages)
     hits = sorted(_hits(events, errors, known.values()), key=lambda hit: _precedence(log, hit))
+    if hits and hits[0].known.name == "nccl-internal" and (reason := nccl_reason(log)):
+        # What its reason shows explains the error itself.
+        hits.sort(key=lambda hit: all(line.index != reason.index for line in hit.lines))
     hits += _derived(events, known, hits, errors)
     left, own = _not_made_good(events, hits, errors)
     if not errors and all(

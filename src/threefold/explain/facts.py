@@ -9,11 +9,16 @@ from threefold.errors import ranks_text, size_text
 from threefold.explain.groups import where_ranks_stood
 from threefold.explain.log import Log, LogLine
 from threefold.explain.sources import allocator, c10d, launcher
+from threefold.explain.sources.wording import still_prepared
 from threefold.mesh.local_ranks import signal_name
 
 
 class Guess(str):
     """A sentence about where to look, from what the logs of the ranks do not say; a dump would show it."""
+
+
+class Reason(str):
+    """A sentence with the reason that a library gives in the log."""
 
 
 def gpu_memory(log: Log, lines: Sequence[LogLine]) -> list[str]:
@@ -45,8 +50,18 @@ def nccl_timeout(log: Log, lines: Sequence[LogLine]) -> list[str]:
     """
     limit_ms = c10d.limit_ms(lines[0])
     sentences = [] if limit_ms is None else [f"the limit was {limit_ms / 1000:g} s"]
+    if (rank := c10d.awaited(lines[0])) is not None:
+        sentences.append(f"rank {rank} of the group did not come: look there first")
+    if bar := still_prepared(log):
+        sentences.append(Reason(f"not done by then: {bar}"))
     where = map(where_ranks_stood, c10d.works(log).values())
     return sentences + [Guess(place) for place in where if place][:1]
+
+
+def nccl_reason(log: Log, lines: Sequence[LogLine]) -> list[str]:
+    """What NCCL gives as the reason."""
+    reason = c10d.nccl_reason(log)
+    return [Reason(f"NCCL: {reason.text}")] if reason else ranks(log, lines)
 
 
 def lost_peer(log: Log, lines: Sequence[LogLine]) -> list[str]:

@@ -117,7 +117,7 @@ def where_ranks_stood(works: Sequence[Work]) -> str:
     if len(by_number) > 1:
         (behind, slow), (ahead, _) = by_number[0], by_number[-1]
         return f"{ranks_text(slow)} lagged behind the others (operation {behind} of {ahead}): look there"
-    read = {*first, *enqueued}
+    read = {one.rank for one in works}
     silent = sorted(set(range(max(numbered, default=-1) + 1)) - read)
     if silent and len(read) >= len(silent):  # one rank's log shows nothing about the others
         return f"{ranks_text(silent)} did not report this timeout: look there first"

@@ -142,9 +142,9 @@ def read_page(path: Path) -> KnownError:
         )
     unless = [re.compile(text) for text in lists.get("unless", ())]
     if files := values.get("raised by"):
-        # `messages` appends the file that raised an error to its words.
+        # `messages` appends the file that raised an error to its words. Other ranks fail anywhere.
         lists.setdefault("generic unsure", []).append(
-            f" < .*-packages/({files.replace(' ', '|')})"
+            f"^(?!.*(NCCL|closed by|reset by|imeout)).* < .*-packages/({files.replace(' ', '|')})"
         )
     signs = [
         Sign(

@@ -1,4 +1,4 @@
-"""c10d and the watchdog of its NCCL: operations of process groups that timed out, attempts to connect. No torch."""
+"""c10d and its NCCL: operations of process groups that timed out, reasons of errors, attempts to connect. No torch."""
 
 import re
 from itertools import chain
@@ -8,12 +8,13 @@ from threefold.explain.log import Log, LogLine
 
 # Whether a line reports an attempt of torch to connect that will be repeated.
 is_retry = re.compile(r"\[W\S* .*socket\.cpp").search
-_PARTS = ("SeqNum=", "last enqueued", "at work: ")
+_PARTS = ("SeqNum=", "last enqueued")
 _LATE = re.compile(r"SeqNum=(\d+), OpType=(\w+)")
 _GROUP = r"\bPG (?:ID )?(\d+)"  # PG ID 3 ..., PG GUID 3(...), or older: PG 3
 _WITHIN = r"\[PG [^\]]*Rank (\d+)\]"
-_AT = r"at work: (\d+)"
+_AT = r"at (?:NCCL )?work(?: sequence id)?: (\d+)"
 _ENQUEUED = r"last enqueued (?:NCCL )?work: (-?\d+)"
+_AWAITED = r"ncclUniqueId from \[(\d+)\]"
 _LIMIT = r"Timeout\(ms\)=(\d+)"
 
 
@@ -35,29 +36,45 @@ class Work(NamedTuple):
 def works(log: Log) -> dict[int, list[Work]]:
     """What ranks report about the operations of each process group, in order.
 
-    A line that names no group is of the one that the same rank names elsewhere for the same operation, or of none.
+    A line that names no group is of the one that the same rank names elsewhere for the same operation. If there is none,
+    it may be of any: it says only that its rank reports.
     """
     lines = [log.line(index) for index in sorted({*chain(*map(log.indices, _PARTS))})]
-    named = {
-        (line.rank, at): _number(_GROUP, line)
-        for line in lines
-        if (at := _number(_AT, line)) is not None
-    }
+    named = {(line.rank, _number(_AT, line)): _number(_GROUP, line) for line in lines}
     by_group: dict[int, list[Work]] = {}
+    unnamed = []
     for line in lines:
         operation, group = _LATE.search(line.text), _number(_GROUP, line)
         late = operation and (int(operation[1]), operation[2])
         if group is None and late:
             group = named.get((line.rank, late[0]))
-        if line.rank is not None and group is not None:
+        if line.rank is None:
+            continue
+        if group is None:
+            unnamed.append(Work(line.rank, None, None, None))
+        else:
             work = Work(line.rank, _number(_WITHIN, line), late, _number(_ENQUEUED, line))
             by_group.setdefault(group, []).append(work)
-    return by_group
+    return {group: works + unnamed for group, works in by_group.items()}
+
+
+def nccl_reason(log: Log) -> LogLine | None:
+    """The line that gives the reason of NCCL's first error: the one after its heading, or else a warning."""
+    places = chain(
+        (index + 1 for index in log.indices("Last error:") if index + 1 < len(log.raw)),
+        log.indices("NCCL WARN "),
+    )
+    return next(filter(lambda line: line.text, map(log.line, places)), None)
 
 
 def limit_ms(line: LogLine) -> int | None:
     """How long the operations of a group may take, if the line shows it."""
     return _number(_LIMIT, line)
+
+
+def awaited(line: LogLine) -> int | None:
+    """The rank of a group that the others wait for when the group is made, if the line shows it."""
+    return _number(_AWAITED, line)
 
 
 def _number(form: str, line: LogLine) -> int | None:

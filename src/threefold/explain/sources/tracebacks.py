@@ -45,7 +45,7 @@ class Raised:
     """The error that ended a traceback, and the innermost frame that belongs to no installed package.
 
     Attributes:
-        file: of the innermost frame of all.
+        file: of the innermost frame of all, and its function.
     """
 
     line: LogLine
@@ -86,7 +86,7 @@ def raised(log: Log) -> list[Raised]:
                 if before:
                     errors.remove(before[-1])
             place = f"{own['file']}:{own['line'] or '?'} in {own['function']}" if own else None
-            file = innermost["file"] if innermost else ""
+            file = " ".join(innermost.group("file", "function")) if innermost else ""
             errors.append(Raised(line, place, file))
     return errors
 
@@ -102,11 +102,17 @@ def unframed(log: Log) -> list[Raised]:
 
 
 def messages(log: Log, errors: Sequence[Raised]) -> dict[int, str]:
-    """The whole message of each error: the next lines, if it continues there, and the file that raised it."""
+    """The whole message of each error: the next lines, if it continues there, and the file that raised it.
+
+    An error without words has those of the line that raised it.
+    """
     files = {error.line.index: error.file for error in errors}
     texts = {}
     for first in [*(error.line for error in errors), *named(log)]:
         parts, begin = [first.text], first.index + 1
+        if first.text.endswith("Error"):
+            before = map(log.line, range(max(0, first.index - 2), first.index))
+            parts += [line.text for line in before if line.rank == first.rank]
         for line in map(log.line, range(begin, min(begin + _CONTINUED, len(log.raw)))):
             if line.rank != first.rank or _NEXT.match(line.text):
                 break

@@ -2,9 +2,11 @@
 
 import re
 
+from threefold.explain.log import Log
+
 # The program itself continues: warnings, information. But NCCL warns of fatal errors; so do a Pod's events.
 is_mild = re.compile(
-    r"^(?!.*NCCL (?:WARN|INFO bootstrap.cc:\d+ -> ))"
+    r"^(?!.*(?:NCCL (?:WARN|INFO bootstrap.cc:\d+ -> )|death signal))"
     r"(?!\s*(?:\w+\s+)?Warning\s+(?:[A-Z][a-z]+[A-Z]|(?:Failed|Evicted|Preempted)\s))(?!.*retry(?:ing)? \(?(\d+)/\1\b)"
     r"(?:.{0,160}?\b(?:[A-Z]\w*Warning|WARN(?:ING)?|[Ww]arning|INFO|DEBUG)(?![a-z])|.{0,60}\[info\]|.*NCCL INFO"
     r"|\[[WI]\d{0,4} |[WI]\d{4} |.{0,160}\[rank\d+\]:\s?[WI]\d{4} |.{0,60}[\d\]:] [WI] [a-z]\w+/|.{0,60}\[[WI]\d* )"
@@ -45,6 +47,18 @@ is_of_launcher = re.compile(
     r"|^\S*[$#>] |^\[?node|^[*=#+|-]|^\s*(?:- )?\w+: +\S+$|^NAME |^\S+ +\d+/\d+ "
     r"|\b(?:I|[Ww]e|[Mm]y|[Tt]his|these|following)\b"
 ).search
+
+# A progress bar of the data that ranks read, and how far it came.
+_PREPARED = re.compile(
+    r"((?:Running tokenizer|[Tt]okeniz|Map\b|Filter|Generating|Download|[Pp]re-?process|Group)[^:%|]*: +(\d+)%)\|"
+)
+
+
+def still_prepared(log: Log) -> str | None:
+    """How far the last preparation of data came, if it had not ended."""
+    places = sorted(log.indices("%|"), reverse=True)
+    bar = next(filter(None, (_PREPARED.search(log.line(place).text) for place in places)), None)
+    return bar[1] if bar and bar[2] != "100" else None
 
 
 def is_talk(line: str, anchor: str) -> bool:

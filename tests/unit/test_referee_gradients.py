@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.distributed.tensor import Partial, Replicate
 from torch.distributed.tensor._ops._math_ops import _NormPartial
 from transformers import Qwen3Config, Qwen3ForCausalLM, T5Config, T5ForConditionalGeneration
+from transformers.integrations.neftune import activate_neftune
 
 from threefold.referee.judge.checked_steps import CheckedStep, TrainedRows, _assembled, _clip_of
 from threefold.referee.judge.gradients import judge_gradients, judge_target_places
@@ -900,3 +901,13 @@ def part_of_norm(placements: list[Any], rank: int, part: float) -> Any:
         placements=placements, device_mesh=mesh, to_local=lambda: torch.tensor(part)
     )
     return json.loads(json.dumps(norm_of(total)))
+
+
+def test_a_model_with_noise_of_neftune_is_not_rebuilt() -> None:
+    model = Qwen3ForCausalLM(Qwen3Config(**CONFIG))
+    assert "unknown" not in architecture_of(model)
+    activate_neftune(model, 5.0)
+    shown = architecture_of(model)
+    assert (
+        shown["unknown"] == "neftune_noise_alpha adds noise to what model.embed_tokens computes"
+    )

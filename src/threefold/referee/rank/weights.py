@@ -228,6 +228,11 @@ def architecture_of(module: Module) -> Values:
         return shown | {
             "unknown": f"{kind.__name__} is not a model of transformers: --alone COMMAND trains it in one process"
         }
+    for name, part in model.named_modules():
+        if hasattr(part, "neftune_noise_alpha"):
+            return shown | {
+                "unknown": f"neftune_noise_alpha adds noise to what {name} computes"
+            }
     return shown | {
         "class": kinds[0].__name__,
         "config": json.loads(config.to_json_string(use_diff=False)),

@@ -527,11 +527,7 @@ NCCL_READY = "node-1:13:14 [1] NCCL INFO comm 0x7f rank 1 nranks 2 cudaDev 1 bus
 
 def test_log_that_only_ends_shows_no_hang() -> None:
     assert explain(NCCL_READY) is None
-    found = explain(f"It hangs here, and both GPUs are at 100 %:\n{NCCL_READY}")
-    assert found is not None and (found.known.name, found.confidence) == (
-        "silent-hang",
-        Confidence.SYMPTOM,
-    )
+    assert explain(f"It hangs here, and both GPUs are at 100 %:\n{NCCL_READY}") is None
 
 
 def test_other_way_that_was_found_mends_what_failed() -> None:
@@ -615,7 +611,7 @@ def test_nested_brackets_and_reversed_text_end_nothing(tmp_path: Path) -> None:
 def test_of_a_log_that_is_too_large_both_ends_are_read(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for name, size in (("_FIRST", 3000), ("_LAST", 9000), ("_PIECE", 1000)):
+    for name, size in (("_FIRST", 3000), ("_LAST", 9000), ("_SAMPLE", 1000)):
         monkeypatch.setattr(evidence, name, size)
     filler = "".join(f"step {step}\n" for step in range(200_000)).encode()
     begin, end = b"torch: [Errno 24] Too many open files\n", OUT_OF_MEMORY.encode()

@@ -9,7 +9,7 @@ from threefold.config.paths import JOURNAL
 from threefold.errors import rows_text, visible
 from threefold.explain.evidence import JobEvidence
 from threefold.explain.explain import Confidence, Diagnosis, Explanation, Hit, Status, examine
-from threefold.explain.facts import Guess, Reason
+from threefold.explain.facts import Guess
 from threefold.explain.groups import Divergence
 from threefold.explain.known import PAGES, KnownError, Retry, Tier, known_errors
 from threefold.explain.log import Log, LogLine, LogSource
@@ -149,9 +149,9 @@ def _explanation(explanation: Explanation) -> str:
     if explanation.frame:
         lines.append(f"  at {explanation.frame}")
     lines += [f"  {fact}" for fact in explanation.facts]
-    unproved = "only a symptom, its cause is not in this log"
-    if any(isinstance(fact, Reason) for fact in explanation.facts):
-        unproved = "its reason is in this log"
+    unproved = "only a symptom"
+    if not explanation.facts:
+        unproved += ", its cause is not in this log"
     if explanation.hint:
         unproved = "the usual cause, which no line proves"
     elif known.name == "own-error":

@@ -26,11 +26,8 @@ def confirm(explanation: Explanation) -> Explanation:
             errors="replace",
         )
     except (OSError, subprocess.TimeoutExpired) as error:
-        why = (
-            "it did not end"
-            if isinstance(error, subprocess.TimeoutExpired)
-            else "it cannot be run here"
-        )
+        late = isinstance(error, subprocess.TimeoutExpired)
+        why = "it did not end" if late else "it cannot be run here"
         return replace(explanation, asked=f"{program}: {why}")
     output = done.stdout + done.stderr
     for right, sign, text in question.answers:

@@ -56,21 +56,17 @@ class Events:
     def made_good(self, index: int, goes_on: int = _GOES_ON) -> bool:
         """Whether the job continued, found another way or finished after the line at `index`, as its own file shows."""
         end = self.log.source(index).stop
-        enough = (
-            (EventKind.FINISHED, 1),
-            (EventKind.MENDED, 1),
-            (EventKind.PROGRESS, goes_on),
+        return (
+            self._between(EventKind.FINISHED, index, end) > 0
+            or self._between(EventKind.MENDED, index, end) > 0
+            or self._between(EventKind.PROGRESS, index, end) >= goes_on
         )
-        return any(self._between(kind, index, end) >= least for kind, least in enough)
 
     def over(self, index: int) -> bool:
         """Whether the job had finished for good before the line at `index`, as lines of the same file show."""
-        place = bisect_left(self.places(EventKind.FINISHED), index)
-        end = self.places(EventKind.FINISHED)[place - 1] if place else -1
-        return (
-            end >= self.log.source(index).start
-            and self._between(EventKind.PROGRESS, end, index) == 0
-        )
+        begin = self.log.source(index).start
+        ends = [end for end in self.places(EventKind.FINISHED) if begin <= end < index]
+        return bool(ends) and self._between(EventKind.PROGRESS, ends[-1], index) == 0
 
     def not_finite(self) -> list[LogLine]:
         """The lines whose loss or gradient norm is not a number, if this is more than one skipped step, or the scale
@@ -89,19 +85,6 @@ class Events:
 
 # Also where a logger or a launcher forwards it.
 _ENDED_ANYWHERE = ("Traceback (most recent call last)", "closing signal SIG")
-_TELLING = (
-    "rror",
-    "atal",
-    "ailed",
-    "xception",
-    "WARN",
-    "illed",
-    "bort",
-    "anic",
-    "timed out",
-    "refused",
-    "denied",
-)
 
 
 def follows_a_program(log: Log, line: LogLine) -> bool:
@@ -113,24 +96,15 @@ def follows_a_program(log: Log, line: LogLine) -> bool:
 def ended(log: Log) -> bool:
     """Whether a line that is not a warning reports that something ended or failed."""
     lines = (line[:600] for line in log.raw[-20_000:])
-    return any(map(log.has, _ENDED_ANYWHERE)) or any(
+    return any(words in log.firsts for words in _ENDED_ANYWHERE) or any(
         says_end(line) and not is_mild(line) for line in lines
     )
 
 
-def said_to_hang(events: Events) -> LogLine | None:
-    """The last line of a job of several ranks that is reported to hang; None otherwise."""
-    log, ranks = events.log, events.places(EventKind.GROUP)
-    if not ranks or all(is_mild(log.raw[index]) for index in events.places(EventKind.HANGS)):
-        return None
-    return log.line(max(ranks))
-
-
 def telling(log: Log, ends: Sequence[LogLine]) -> list[LogLine]:
     """The three lines of an unknown log that say most: `ends` of tracebacks, lines of trouble, the last ones."""
-    trouble = sorted(
-        {places[0] for words in _TELLING for places in log.shapes_containing(words)}
-    )
+    first = ((places[0], log.raw[places[0]][:600]) for places in log.shapes.values())
+    trouble = [index for index, text in first if says_end(text) and "Traceback" not in text]
     end = range(len(log.raw) - 1, max(-1, len(log.raw) - 50), -1)
     last = [index for index in end if sum(map(str.isalpha, log.raw[index])) > 2]
     best = dict.fromkeys(

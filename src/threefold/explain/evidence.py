@@ -3,7 +3,6 @@
 import gzip
 import os
 import zlib
-from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from io import BufferedIOBase, BufferedReader
@@ -13,21 +12,20 @@ from typing import IO, Any
 import numpy as np
 
 from threefold.checkpoint.lineage import Ending
-from threefold.config.paths import AUDIT, JOURNAL, LOG_START, METRICS
+from threefold.config.paths import AUDIT, LOG_START
 from threefold.errors import ConfigError
 from threefold.explain.groups import Divergence, first_differences
 from threefold.explain.log import LogSource
 from threefold.explain.prefixes import rank_of_file
 from threefold.explain.sources.dumps import Dump, is_dump, read_dump
 from threefold.jsonl import Lines
-from threefold.records.metrics import Metrics
 from threefold.records.run import RunRecord
 from threefold.records.state import last_end, state_of
 
 _BEGIN = f" INFO {LOG_START}: {{"
 _LOGS = (".log", ".err", ".out", ".txt", ".gz")
 # Only the beginning and the end of a log are read: failures are there, and a small file can unpack to terabytes.
-_FIRST, _LAST, _PIECE = 2**25, 3 * 2**25, 2**20
+_FIRST, _LAST, _SAMPLE = 2**25, 3 * 2**25, 2**20
 _MOST_UNPACKED = 2**33
 _MOST_UNREADABLE = 0.1  # characters of the beginning: more is no text
 _MOST_LAGS = 3
@@ -70,11 +68,10 @@ def gather(paths: Sequence[Path]) -> JobEvidence:
             word, why = state_of(path, record.events, still_s=0)
             if word == "running":
                 notes.append(f"it is still running: {why}")
+            notes += _notes(record)
         for file in sorted(_files(path)):
             try:
-                if file.name in _NOTES:
-                    notes += _NOTES[file.name](file)
-                elif is_dump(file):
+                if is_dump(file):
                     dumps.append(read_dump(file))
                 else:
                     sources.append(_source(file, path, several=path.is_dir() or len(paths) > 1))
@@ -105,31 +102,28 @@ def _files(path: Path) -> Iterator[Path]:
     if not path.is_dir():
         yield path
     for file in path.rglob("*"):
-        if file.is_file() and (file.suffix in _LOGS or is_dump(file) or file.name in _NOTES):
+        if file.is_file() and (file.suffix in _LOGS or is_dump(file)):
             yield file
 
 
 def read_log(stream: IO[bytes] | BufferedIOBase, name: str) -> tuple[str, str]:
     """(the text of a log, what of it was left out); ValueError if it is no text. Of a large one, both ends are read."""
-    first, last, size, left_out = stream.read(_FIRST), deque[bytes](), 0, 0
+    first, last, size = stream.read(_FIRST), b"", 0
     if isinstance(stream, BufferedReader) and stream.seekable():
-        left_out = max(0, os.fstat(stream.fileno()).st_size - stream.tell() - _LAST)
-        stream.seek(left_out, os.SEEK_CUR)
-    while piece := stream.read(_PIECE):
-        last.append(piece)
+        size = max(0, os.fstat(stream.fileno()).st_size - stream.tell() - _LAST)
+        stream.seek(size, os.SEEK_CUR)
+    while piece := stream.read(_LAST):
         size += len(piece)
-        if size > _LAST:
-            size -= len(last[0])
-            left_out += len(last.popleft())
-        if left_out > _MOST_UNPACKED and isinstance(stream, gzip.GzipFile):
+        last = (last + piece)[-_LAST:]
+        if size > _MOST_UNPACKED and isinstance(stream, gzip.GzipFile):
             raise ValueError(f"{name} unpacks to more than {_MOST_UNPACKED >> 30} GiB")
-    begin = first[:_PIECE].decode(errors="replace")
+    begin = first[:_SAMPLE].decode(errors="replace")
     if begin.count("\ufffd") > _MOST_UNREADABLE * len(begin):
         raise ValueError(f"{name} is not text")
-    if not left_out:
-        return (first + b"".join(last)).decode(errors="replace"), ""
+    if not (left_out := size - len(last)):
+        return (first + last).decode(errors="replace"), ""
     note = f"{left_out >> 20} MiB in the middle of {name} were not read, nor are their lines counted"
-    return (first + b"\n" + b"".join(last)).decode(errors="replace"), note
+    return (first + b"\n" + last).decode(errors="replace"), note
 
 
 def _source(file: Path, root: Path, *, several: bool) -> LogSource:
@@ -141,8 +135,8 @@ def _source(file: Path, root: Path, *, several: bool) -> LogSource:
         raise ValueError(f"{file} cannot be unpacked: {error}") from error
     if not several:
         return LogSource("", text, left_out=left_out)
-    name = file.relative_to(root).as_posix() if root.is_dir() else file.as_posix()
-    rank = rank_of_file(file.as_posix())
+    name = str(file.relative_to(root) if root.is_dir() else file)
+    rank = rank_of_file(str(file))
     if rank is not None:  # a resumed run appends; only its last start counts
         text = text[text.rfind("\n", 0, max(0, text.rfind(_BEGIN))) + 1 :]
     return LogSource(name, text, rank, left_out)
@@ -153,31 +147,20 @@ def _of_stop(stop: dict[str, Any]) -> str:
     return f"it stopped as asked by {by or 'a signal'} after step {step}; its newest checkpoint is of step {saved}"
 
 
-def _of_metrics(file: Path) -> list[str]:
-    metrics = Metrics(file)
-    points = [metrics.points(name) for name in ("loss", "grad_norm")]
+def _notes(record: RunRecord) -> Iterator[str]:
+    """Sentences from a run's own record."""
+    points = [record.metrics.points(name) for name in ("loss", "grad_norm")]
     bad = [step for steps, values in points for step in steps[~np.isfinite(values)].tolist()]
-    last = [f"the last step in the metrics is {step}" for step in metrics.steps[-1:]]
-    return last + (
-        [f"loss or gradient norm is not a number from step {min(bad)} on"] if bad else []
-    )
-
-
-def _of_journal(file: Path) -> list[str]:
-    events = [line.values for line in Lines(file).read()]
-    starts = max(_values(events, "start", int), default=0)
-    lags = _values([event for event in events if event.get("event") == "lag"], "text", str)
-    return ([f"the run was started {starts} times"] if starts > 1 else []) + lags[-_MOST_LAGS:]
-
-
-def _of_audit(file: Path) -> list[str]:
-    steps = _values([line.values for line in Lines(file).read()], "step", int)
-    return [f"the last audit is of step {step}" for step in steps[-1:]]
-
-
-def _values(lines: Sequence[dict[str, Any]], name: str, kind: type) -> list[Any]:
-    """The values that a record's lines have for a name, if they are of that kind."""
-    return [line[name] for line in lines if isinstance(line.get(name), kind)]
+    for step in record.metrics.steps[-1:]:
+        yield f"the last step in the metrics is {step}"
+    if bad:
+        yield f"loss or gradient norm is not a number from step {min(bad)} on"
+    if (starts := len(record.starts)) > 1:
+        yield f"the run was started {starts} times"
+    lags = [event.get("text") for event in record.events if event["event"] == "lag"]
+    yield from [text for text in lags if isinstance(text, str)][-_MOST_LAGS:]
+    for line in Lines(record.path / AUDIT).read()[-1:]:
+        yield f"the last audit is of step {line.values.get('step')}"
 
 
 def _nothing(what: str) -> ConfigError:
@@ -186,7 +169,3 @@ def _nothing(what: str) -> ConfigError:
         expected="a log, or a folder with .log, .err, .out, .txt or .gz files",
         fix="threefold explain train.log, or a pipe: ... 2>&1 | threefold explain",
     )
-
-
-# The files of a run's record, and what makes sentences of each.
-_NOTES = {METRICS: _of_metrics, JOURNAL: _of_journal, AUDIT: _of_audit}

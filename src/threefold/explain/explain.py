@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from threefold.checkpoint.lineage import Ending
-from threefold.explain.events import Events, ended, follows_a_program, said_to_hang, telling
+from threefold.explain.events import Events, ended, follows_a_program, telling
 from threefold.explain.facts import first_failure
 from threefold.explain.known import PAGES, KnownError, Sign, Tier, known_errors
 from threefold.explain.log import Log, LogLine
@@ -35,7 +35,6 @@ from threefold.explain.sources.wording import is_mild, is_talk
 _CLOSING = {"own-stop", "peer-gone", "stopped", "store-lost"}
 # Launchers start any program: after lines of one that does not train, they say nothing of training.
 _LAUNCHERS = {"illegal-memory-access", "mpi-start", "slurm-refused", "unschedulable"}
-_DERIVED = {"nan-loss", "silent-hang"}  # shown by the whole log, not by the words of a line
 # What happens to a machine, a disk or a job brings errors of many kinds about, and none of them brings it about.
 _BRING_OTHERS = {
     "gpu-fault",
@@ -138,14 +137,15 @@ def examine(log: Log, *, pages: Path = PAGES) -> Diagnosis:
     hits = sorted(_hits(events, errors, known.values()), key=lambda hit: _precedence(log, hit))
     if hits and hits[0].known.name == "nccl-internal" and (reason := nccl_reason(log)):
         # What its reason shows explains the error itself.
-        hits.sort(key=lambda hit: all(line.index != reason.index for line in hit.lines))
-    hits += _derived(events, known, hits, errors)
+        hits.sort(key=lambda hit: not any(reason in line.text for line in hit.lines))
+    if not hits and (numbers := events.not_finite()):
+        hits = [Hit(known["nan-loss"], numbers)]
     left, own = _not_made_good(events, hits, errors)
     if not errors and all(
         hit.tier > Tier.WIDE and all(is_retry(line.text) for line in hit.lines) for hit in left
     ):
         left = []  # torch warns of attempts to connect that succeed later
-    claims = [line.text for hit in left if hit.known.name not in _DERIVED for line in hit.lines]
+    claims = [line.text for hit in left if hit.known.name != "nan-loss" for line in hit.lines]
     if claims and not own and all(map(is_mild, claims)) and not ended(log):
         left = []
     if explanation := _explanation(events, left, own, known):
@@ -243,8 +243,8 @@ def _hits(
 
 def _places(log: Log, sign: Sign, following: dict[int, str]) -> Iterator[int]:
     for index in log.indices(sign.anchor):
-        shows = index not in following and sign.shows_in(log.raw[index])
-        if shows and not is_talk(log.raw[index], sign.anchor):
+        line = log.raw[index]
+        if index not in following and sign.shows_in(line) and not is_talk(line, sign.anchor):
             yield index
     for index, message in following.items():
         if sign.anchor in message and sign.shows_in(message):
@@ -267,24 +267,10 @@ def _precedence(log: Log, hit: Hit) -> tuple[Any, ...]:
     )
 
 
-def _derived(
-    events: Events, known: dict[str, KnownError], hits: Sequence[Hit], errors: Sequence[Raised]
-) -> list[Hit]:
-    """Errors that no single line shows: non-finite numbers, and a job that is reported to hang."""
-    if hits:
-        return []
-    if "nan-loss" in known and (lines := events.not_finite()):
-        return [Hit(known["nan-loss"], lines)]
-    hangs = not events.places(EventKind.FINISHED) and not errors and "silent-hang" in known
-    return (
-        [Hit(known["silent-hang"], [last])] if hangs and (last := said_to_hang(events)) else []
-    )
-
-
 def _not_made_good(
     events: Events, hits: Sequence[Hit], errors: Sequence[Raised]
 ) -> tuple[list[Hit], list[Raised]]:
-    """The hits and errors after which the job did not continue; all of them if only consequences would be left."""
+    """The hits and errors after which the job did not continue."""
     left = []
     for hit in hits:
         if hit.known.name in _CLOSING and all(events.over(line.index) for line in hit.lines):
@@ -294,10 +280,6 @@ def _not_made_good(
             kept = hit.raised if hit.line in lines else None
             left.append(replace(hit, lines=lines, raised=kept))
     own = [error for error in errors if not events.made_good(error.line.index)]
-    ends = events.places(EventKind.FINISHED)[-1:]
-    ended = any(end > line.index for end in ends for hit in hits for line in hit.lines)
-    if left and not own and not ended and all(hit.tier is Tier.CONSEQUENCE for hit in left):
-        return list(hits), list(errors)
     return left, own
 
 
@@ -307,7 +289,7 @@ def _own_errors(
     """The errors of a training job that no page describes, that of the rank which failed first before the others."""
     log = events.log
     # Libraries that train also only run models: a rank, or a word of training.
-    trains = events.is_training and (events.places(EventKind.TRAINS) or log.has("[rank"))
+    trains = events.is_training and (events.places(EventKind.TRAINS) or "[rank" in log.firsts)
     if events.is_foreign or not (hits or trains):
         return []
     first = first_exit(log).rank

@@ -12,13 +12,11 @@ from threefold.explain.sources import allocator, c10d, launcher
 from threefold.explain.sources.wording import still_prepared
 from threefold.mesh.local_ranks import signal_name
 
+_LAST = 5000  # lines
+
 
 class Guess(str):
     """A sentence about where to look, from what the logs of the ranks do not say; a dump would show it."""
-
-
-class Reason(str):
-    """A sentence with the reason that a library gives in the log."""
 
 
 def gpu_memory(log: Log, lines: Sequence[LogLine]) -> list[str]:
@@ -52,8 +50,8 @@ def nccl_timeout(log: Log, lines: Sequence[LogLine]) -> list[str]:
     sentences = [] if limit_ms is None else [f"the limit was {limit_ms / 1000:g} s"]
     if (rank := c10d.awaited(lines[0])) is not None:
         sentences.append(f"rank {rank} of the group did not come: look there first")
-    if bar := still_prepared(log):
-        sentences.append(Reason(f"not done by then: {bar}"))
+    if bar := still_prepared(log.raw[-_LAST:]):
+        sentences.append(f"not done by then: {bar}")
     where = map(where_ranks_stood, c10d.works(log).values())
     return sentences + [Guess(place) for place in where if place][:1]
 
@@ -61,7 +59,7 @@ def nccl_timeout(log: Log, lines: Sequence[LogLine]) -> list[str]:
 def nccl_reason(log: Log, lines: Sequence[LogLine]) -> list[str]:
     """What NCCL gives as the reason."""
     reason = c10d.nccl_reason(log)
-    return [Reason(f"NCCL: {reason.text}")] if reason else ranks(log, lines)
+    return [f"NCCL: {reason}"] if reason else ranks(log, lines)
 
 
 def lost_peer(log: Log, lines: Sequence[LogLine]) -> list[str]:

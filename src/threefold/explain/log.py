@@ -87,15 +87,6 @@ class Log:
         return "\n".join(self.raw[places[0]] for places in self._places)
 
     @cached_property
-    def _words(self) -> str:
-        """Every word of the log once: a part whose words are not among them need not be looked for."""
-        return "\n".join({word for shape in self.shapes for word in shape.split()})
-
-    def has(self, part: str) -> bool:
-        """Whether a line contains `part`, which has no digits."""
-        return all(word in self._words for word in part.split()) and part in self.firsts
-
-    @cached_property
     def _ends(self) -> list[int]:
         """Where each shape's first line ends in `firsts`."""
         return list(accumulate(len(self.raw[places[0]]) + 1 for places in self._places))
@@ -106,7 +97,7 @@ class Log:
 
     def shapes_containing(self, part: str) -> Iterator[list[int]]:
         """The places of every shape whose first line contains `part`, which has no digits, as they first appear."""
-        at = self.firsts.find(part) if self.has(part) else -1
+        at = self.firsts.find(part)
         while at >= 0:
             place = bisect_right(self._ends, at)
             yield self._places[place]

@@ -8,7 +8,6 @@ import json
 import re
 from collections.abc import Callable, Sequence
 from functools import partial
-from itertools import pairwise
 from typing import NamedTuple
 
 # torch's own handler and its C++ log, torchrun --tee, srun --label, Open MPI, Megatron, kubectl --prefix, Ray.
@@ -139,27 +138,17 @@ def lines_of(text: str) -> list[PrefixedLine]:
 
 def _unwrapped(lines: list[PrefixedLine]) -> list[PrefixedLine]:
     """The lines as they were before a terminal cut them at its width, if one did."""
-    if len(lines) > 20_000:
+    width = max(len(line.text) for line in lines)
+    cut = [place for place, line in enumerate(lines[:-1]) if len(line.text) == width]
+    if not (70 <= width <= 400 and 2 <= len(cut) <= 5000) or any(
+        lines[place].text[-1] in "-=*#_ │╮╯]}" or _NEW_LINE.match(lines[place + 1].text)
+        for place in cut
+    ):
         return lines
-    width = max((len(line.text) for line in lines), default=0)
-    full = [
-        (line.text, after.text)
-        for line, after in pairwise([*lines, PrefixedLine("", "", 0)])
-        if len(line.text) == width
-    ]
-    if not 70 <= width <= 400 or len(full) < 2:
-        return lines
-    if any(line[-1] in "-=*#_ │╮╯]}" or _NEW_LINE.match(after) for line, after in full):
-        return lines
-    joined: list[PrefixedLine] = []
-    cut = False
-    for line in lines:
-        if cut and line.text:
-            joined[-1] = joined[-1]._replace(text=joined[-1].text + line.text)
-        else:
-            joined.append(line)
-        cut = len(line.text) == width
-    return joined
+    for place in reversed(cut):
+        rest = lines.pop(place + 1).text
+        lines[place] = lines[place]._replace(text=lines[place].text + rest)
+    return lines
 
 
 def _split(lines: Sequence[str]) -> _Split | None:

@@ -1,6 +1,7 @@
 """c10d and its NCCL: operations of process groups that timed out, reasons of errors, attempts to connect. No torch."""
 
 import re
+from functools import partial
 from itertools import chain
 from typing import NamedTuple
 
@@ -14,8 +15,7 @@ _GROUP = r"\bPG (?:ID )?(\d+)"  # PG ID 3 ..., PG GUID 3(...), or older: PG 3
 _WITHIN = r"\[PG [^\]]*Rank (\d+)\]"
 _AT = r"at (?:NCCL )?work(?: sequence id)?: (\d+)"
 _ENQUEUED = r"last enqueued (?:NCCL )?work: (-?\d+)"
-_AWAITED = r"ncclUniqueId from \[(\d+)\]"
-_LIMIT = r"Timeout\(ms\)=(\d+)"
+_REASON = re.compile(r"Last error:\s*\n(?:\[rank\d+\]: )?(.+)|NCCL WARN (.+)")
 
 
 class Work(NamedTuple):
@@ -36,8 +36,8 @@ class Work(NamedTuple):
 def works(log: Log) -> dict[int, list[Work]]:
     """What ranks report about the operations of each process group, in order.
 
-    A line that names no group is of the one that the same rank names elsewhere for the same operation. If there is none,
-    it may be of any: it says only that its rank reports.
+    A line that names no group is of the one that the same rank names elsewhere for the same operation, or may be of
+    any: then it says only that its rank reports.
     """
     lines = [log.line(index) for index in sorted({*chain(*map(log.indices, _PARTS))})]
     named = {(line.rank, _number(_AT, line)): _number(_GROUP, line) for line in lines}
@@ -58,25 +58,18 @@ def works(log: Log) -> dict[int, list[Work]]:
     return {group: works + unnamed for group, works in by_group.items()}
 
 
-def nccl_reason(log: Log) -> LogLine | None:
-    """The line that gives the reason of NCCL's first error: the one after its heading, or else a warning."""
-    places = chain(
-        (index + 1 for index in log.indices("Last error:") if index + 1 < len(log.raw)),
-        log.indices("NCCL WARN "),
-    )
-    return next(filter(lambda line: line.text, map(log.line, places)), None)
-
-
-def limit_ms(line: LogLine) -> int | None:
-    """How long the operations of a group may take, if the line shows it."""
-    return _number(_LIMIT, line)
-
-
-def awaited(line: LogLine) -> int | None:
-    """The rank of a group that the others wait for when the group is made, if the line shows it."""
-    return _number(_AWAITED, line)
+def nccl_reason(log: Log) -> str:
+    """The reason of NCCL's first error, if the log has it."""
+    match = _REASON.search(log.firsts)
+    return match[match.lastindex or 0] if match else ""
 
 
 def _number(form: str, line: LogLine) -> int | None:
     match = re.search(form, line.text)
     return match and int(match[1])
+
+
+# How long the operations of a group may take.
+limit_ms = partial(_number, r"Timeout\(ms\)=(\d+)")
+# The rank of a group that the others wait for when it is made.
+awaited = partial(_number, r"ncclUniqueId from \[(\d+)\]")

@@ -14,7 +14,6 @@ _NO_LITERAL = re.compile(
 
 _VALUE = r"\w*['\"]?\s*[:=]?\s*"
 _NO_LOSS = r"^(?!.*[Ll]oss\w*['\"]?\s*[:=]\s*\d).*"  # next to it
-_NOT_LEARNT = r"^(?!.*\b(?:loss|accuracy|acc|reward|score|layers?)\b).*"
 
 
 class EventKind(Enum):
@@ -86,11 +85,6 @@ class EventKind(Enum):
     apex[./-]  FSDP  (?<![A-Za-z])DDP(?![A-Za-z])  mm(?:det|seg)\w*/apis  pcdet
     wandb  learning_rate  lr_scheduler  num_epochs  DistributedDataParallel  DataLoader
     """
-    # ranks that meet
-    GROUP = r"""
-    NCCL INFO  init_process_group  torch\.distributed  distributed init  world[_ ]size  torchrun  distributed_backend=
-    distributed processes registered
-    """
     # a step, a loss, a container that starts
     PROGRESS = rf"""
     \d+%\|.*(?:it/s|s/it)  [Ll]oss{_VALUE}(?:[-+]?\d|nan|inf|NaN)  LOSS{_VALUE}[-+]?\d  [Ii]teration\s+\d+/\s*\d+
@@ -128,14 +122,6 @@ class EventKind(Enum):
     loss scale: (?P<scale>\d+(?:\.0)?), reducing to (?P=scale)(?:\.0)?\b
     reducing loss scale to (?:0\.0\b|[\d.]+e-[1-9]\d)
     """
-    # it is reported to hang; layers are frozen, and losses are stuck, in healthy training
-    HANGS = rf"""
-    {_NOT_LEARNT}\b[Hh]ang(?:s|ing)?\b  {_NOT_LEARNT}\bhung\b  {_NOT_LEARNT}\b[Ss]tuck\b  {_NOT_LEARNT}\bjam(?:s|med)\b
-    {_NOT_LEARNT}\bblocks? forever\b  {_NOT_LEARNT}[Nn]othing happens\b  {_NOT_LEARNT}\bno (?:further )?progress\b
-    {_NOT_LEARNT}\bno further output\b  {_NOT_LEARNT}\bnever (?:returns|finishes|ends|starts)\b
-    {_NOT_LEARNT}(?:it|training|process|program|script|job|server) (?:just |then )?freezes\b
-    {_NOT_LEARNT}(?:it|training|process|program|script|job|server) (?:just |then |is )?froze
-    """
 
 
 def anchor(sign: str) -> str:
@@ -161,7 +147,8 @@ def each_sign(log: Log, kind: EventKind) -> Iterator[list[int]]:
         places = [
             index
             for index in log.indices(literal)
-            if pattern.search(log.raw[index]) or pattern.search(log.line(index).text)
+            if pattern.search(log.raw[index])
+            or ("^" in pattern.pattern and pattern.search(log.line(index).text))
         ]
         if places:
             yield places

@@ -82,9 +82,8 @@ def raised(log: Log) -> list[Raised]:
                 continue
             if rank in chained:
                 chained.discard(rank)
-                before = [one for one in errors if one.line.rank == rank]
-                if before:
-                    errors.remove(before[-1])
+                for before in [one for one in errors if one.line.rank == rank][-1:]:
+                    errors.remove(before)
             place = f"{own['file']}:{own['line'] or '?'} in {own['function']}" if own else None
             file = " ".join(innermost.group("file", "function")) if innermost else ""
             errors.append(Raised(line, place, file))
@@ -111,8 +110,7 @@ def messages(log: Log, errors: Sequence[Raised]) -> dict[int, str]:
     for first in [*(error.line for error in errors), *named(log)]:
         parts, begin = [first.text], first.index + 1
         if first.text.endswith("Error"):
-            before = map(log.line, range(max(0, first.index - 2), first.index))
-            parts += [line.text for line in before if line.rank == first.rank]
+            parts += log.raw[max(0, first.index - 2) : first.index]
         for line in map(log.line, range(begin, min(begin + _CONTINUED, len(log.raw)))):
             if line.rank != first.rank or _NEXT.match(line.text):
                 break
@@ -134,9 +132,7 @@ def ignored_lines(log: Log) -> set[int]:
     """Indices of the lines of tracebacks that Python ignored: in a finalizer, or while it wrote a log."""
     ignored: set[int] = set()
     for words in ("Exception ignored in", "--- Logging error ---"):
-        for begin in (
-            index for places in log.shapes_containing(words) for index in places[:_MOST]
-        ):
+        for begin in islice(log.indices(words), _MOST):
             lines = range(begin + 1, min(begin + _LONGEST, log.source(begin).stop))
             end = next((index for index in lines if is_error(log.line(index))), begin)
             ignored.update(range(begin, end + 1))

@@ -1,8 +1,7 @@
 """The meaning of a line by its words, from any writer: a warning, talk of an error, the end of a program. No torch."""
 
 import re
-
-from threefold.explain.log import Log
+from collections.abc import Sequence
 
 # The program itself continues: warnings, information. But NCCL warns of fatal errors; so do a Pod's events.
 is_mild = re.compile(
@@ -50,15 +49,14 @@ is_of_launcher = re.compile(
 
 # A progress bar of the data that ranks read, and how far it came.
 _PREPARED = re.compile(
-    r"((?:Running tokenizer|[Tt]okeniz|Map\b|Filter|Generating|Download|[Pp]re-?process|Group)[^:%|]*: +(\d+)%)\|"
+    r"((?:Running tokenizer|[Tt]okeniz|Map\b|Filter|Generating|Download|[Pp]re-?process|Group)[^:%|\n]*: +(\d+)%)\|"
 )
 
 
-def still_prepared(log: Log) -> str | None:
+def still_prepared(lines: Sequence[str]) -> str:
     """How far the last preparation of data came, if it had not ended."""
-    places = sorted(log.indices("%|"), reverse=True)
-    bar = next(filter(None, (_PREPARED.search(log.line(place).text) for place in places)), None)
-    return bar[1] if bar and bar[2] != "100" else None
+    bars = _PREPARED.findall("\n".join(lines))
+    return bars[-1][0] if bars and bars[-1][1] != "100" else ""
 
 
 def is_talk(line: str, anchor: str) -> bool:

@@ -55,11 +55,7 @@ _IRRELEVANT = {
 def key_of(subject: Subject, mesh: Mesh, code: str) -> str:
     """Identifies what the probes of a subject depend on; `code` is the digest of what computes them."""
     config = subject.config
-    device = (
-        torch.cuda.get_device_name(mesh.device)
-        if mesh.device.type == "cuda"
-        else platform.machine()
-    )
+    device = torch.cuda.get_device_name(mesh.device) if mesh.on_cuda else platform.machine()
     parts: list[Any] = [
         build_id(),
         torch.__version__,

@@ -15,7 +15,7 @@ from typing import NamedTuple
 from transformers import PretrainedConfig
 
 from threefold.check import admission_cache, probes
-from threefold.check.admission_cache import CodeDigest, code_digest
+from threefold.check.admission_cache import code_digest
 from threefold.check.compare import PROBE_GRADIENT, REAL_SIZE, Comparison, Difference
 from threefold.check.probe_rows import Mode, longer_row, row_length
 from threefold.check.probes import PROMISES, OwnForwardError, Subject, probe
@@ -65,8 +65,11 @@ def admit(config: Config, architecture: PretrainedConfig, mesh: Mesh) -> tuple[s
         )
     begun = time.perf_counter()
     subject = _subject_or_refusal(config, architecture, mesh)
+    outline = load.outline(subject.architecture, subject.config.model)
     key = mesh.decide_on(
-        "code", lambda: tuple(_code_of(subject)), lambda codes: _key(subject, mesh, codes)
+        "code",
+        lambda: tuple(code_digest(outline, probes)),
+        lambda codes: _key(subject, mesh, codes),
     )
     if key is not None and config.model.admission == "auto":
         kept = mesh.share(
@@ -85,10 +88,6 @@ def admit(config: Config, architecture: PretrainedConfig, mesh: Mesh) -> tuple[s
     if mesh.rank == 0 and key is not None:
         admission_cache.keep(key, tried.results)
     return _said(subject, tried.results, f"{time.perf_counter() - begun:.1f} s")
-
-
-def _code_of(subject: Subject) -> CodeDigest:
-    return code_digest(load.outline(subject.architecture, subject.config.model), probes)
 
 
 def _key(
@@ -175,19 +174,14 @@ def _subject(config: Config, architecture: PretrainedConfig, mesh: Mesh) -> Subj
         },
     )
     real = real_sizes(config, architecture, topology, ranks=ranks, leading=leading, share=share)
-    narrow = _narrow(config, as_probed, device=device)
+    narrow = None
+    if config.model.dtype == "bfloat16":  # with the kernels of the run
+        compiled = config.train.compile if device == "cuda" else False
+        narrow = as_probed.changed(model={"dtype": "bfloat16"}, train={"compile": compiled})
     longer = longer_row(topology, device=device)
     return Subject(
         as_probed, small, Mode.of(config.data), narrow=narrow, longer=longer, real=real
     )
-
-
-def _narrow(config: Config, as_probed: Config, *, device: str) -> Config | None:
-    """The subject to probe in bfloat16, with the kernels of the run; None: the run computes in float32."""
-    if config.model.dtype != "bfloat16":
-        return None
-    compiled = config.train.compile if device == "cuda" else False
-    return as_probed.changed(model={"dtype": "bfloat16"}, train={"compile": compiled})
 
 
 def _adapters(config: Config, small: PretrainedConfig) -> LoraConfig:
@@ -233,7 +227,10 @@ def _refusal(
                 fix="see the architecture's config page in the transformers documentation",
             )
         reason = " ".join(f"{type(tried.error).__name__}: {tried.error}".split())
-        where, fix = _where_it_raises(config, architecture, mesh)
+        where, fix = _alone(config, architecture, mesh) or (
+            f"on {mesh.topology}",
+            _without(_several(mesh)),
+        )
         return ConfigError(
             f"{name!r} cannot be computed {where}: {reason[:300]}",
             expected="an architecture whose step works there, with the model's own forward to compare it with",
@@ -272,15 +269,6 @@ def _diagnosis(config: Config, architecture: PretrainedConfig, mesh: Mesh) -> tu
     if not wrong:
         return f"on {mesh.topology} (each of its axes alone works)", _without(_several(mesh))
     return f"on {mesh.topology}, for its {' and '.join(wrong)}", _without(wrong)
-
-
-def _where_it_raises(
-    config: Config, architecture: PretrainedConfig, mesh: Mesh
-) -> tuple[str, str]:
-    """Like `_diagnosis`, without other ranks."""
-    if (alone := _alone(config, architecture, mesh)) is not None:
-        return alone
-    return f"on {mesh.topology}", _without(_several(mesh))
 
 
 def _several(mesh: Mesh) -> list[str]:

@@ -175,7 +175,9 @@ def probe(subject: Subject, mesh: Mesh) -> list[Difference]:
     rows = rows_of(seq_len=subject.config.data.seq_len)
     with noise.preserved(mesh.device):
         alone = perturbed_model(subject.architecture, subject.config.model, seed=subject.seed)
-        weights = {name: partial(_value, tensor) for name, tensor in alone.state_dict().items()}
+        weights = {
+            name: partial(Tensor.detach, tensor) for name, tensor in alone.state_dict().items()
+        }
         if subject.config.model.lora.r:
             weights.update(_adapted(alone, subject))
         model = build(subject.config, subject.architecture, mesh, weights=weights)
@@ -193,10 +195,6 @@ def probe(subject: Subject, mesh: Mesh) -> list[Difference]:
     return [Difference(**values) for values in shared]
 
 
-def _value(tensor: Tensor) -> Tensor:
-    return tensor.detach()
-
-
 def _adapted(alone: Any, subject: Subject) -> dict[str, partial[Tensor]]:
     """The adapters that are added to the model, of which B is not zero: else A would have no gradient."""
     lora.insert_whole(alone, subject.config.model.lora, seed=subject.seed)
@@ -205,7 +203,7 @@ def _adapted(alone: Any, subject: Subject) -> dict[str, partial[Tensor]]:
         for name, parameter in own.items():
             if ".lora_B." in name:
                 parameter.normal_(std=0.1)
-    return {name: partial(_value, parameter) for name, parameter in own.items()}
+    return {name: partial(Tensor.detach, parameter) for name, parameter in own.items()}
 
 
 def _expected(alone: Any, rows: Batch, mesh: Mesh) -> Expected | None:
@@ -254,7 +252,9 @@ def _unmoved(model: Model, subject: Subject, vocabulary: int) -> Iterator[Differ
             plain, dp_rank=model.mesh.dp_rank, dp_size=1
         ).items()
     }
-    batch = _targets_in(batch, quarter, 2 * quarter)
+    place = torch.arange(4 * quarter)
+    counted = (place >= quarter) & (place < 2 * quarter)
+    batch["labels"] = batch["labels"].where(counted, IGNORED)
     own = loss(batch)
     yield _unchanged(
         "causality", loss(_changed(batch, 2 * quarter, 4 * quarter, vocabulary)), own
@@ -267,7 +267,7 @@ def _unmoved(model: Model, subject: Subject, vocabulary: int) -> Iterator[Differ
     ]
     yield _unchanged("composition", sum(rows) / 2, own)
     if subject.mode.documents:
-        second = (torch.arange(4 * quarter) >= quarter).long().expand_as(batch["input_ids"])
+        second = (place >= quarter).long().expand_as(batch["input_ids"])
         positions = torch.cat([torch.arange(quarter), torch.arange(3 * quarter)]).expand_as(
             batch["input_ids"]
         )
@@ -279,11 +279,6 @@ def _unmoved(model: Model, subject: Subject, vocabulary: int) -> Iterator[Differ
 
 def _unchanged(probe: str, loss: float, expected: float) -> Difference:
     return compare_number(replace(LOSS, quantity=probe), loss, expected)
-
-
-def _targets_in(batch: Batch, first: int, end: int) -> Batch:
-    place = torch.arange(batch["labels"].shape[1])
-    return {**batch, "labels": batch["labels"].where((place >= first) & (place < end), IGNORED)}
 
 
 def _changed(batch: Batch, first: int, end: int, vocabulary: int) -> Batch:

@@ -112,9 +112,10 @@ def forward_backward(
                 (loss / targets).backward()  # one document's graph at a time
             else:
                 objective = objective + loss / targets
-                routed += (
-                    [] if document.padding else [_by_token(computed.router_logits)] * copies
-                )
+                if not document.padding:
+                    # [tokens, experts] of each layer that routes
+                    layers = filter(torch.is_tensor, computed.router_logits)
+                    routed += [[each.flatten(0, -2) for each in layers]] * copies
     if router is None:
         return MeanLoss(total / targets, None)
     aux = _routers_loss(router, routed)
@@ -206,11 +207,6 @@ def _compute(
 
 def _device_of(model: nn.Module) -> torch.device:
     return next(model.parameters()).device
-
-
-def _by_token(router_logits: tuple[Tensor, ...]) -> list[Tensor]:
-    """[tokens, experts] of each layer that routes."""
-    return [logits.flatten(0, -2) for logits in router_logits if logits is not None]
 
 
 def _routers_loss(router: RouterLoss, routed: list[list[Tensor]]) -> Tensor:

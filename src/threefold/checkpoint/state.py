@@ -76,30 +76,27 @@ def index_of(checkpoint: Checkpoint, *, ema: bool = False) -> Index:
     Raises:
         CheckpointError: it has no moving average.
     """
-    index = Index.read(checkpoint.state)
+    index, prefix = Index.read(checkpoint.state), averaged_name("")
+    if not ema:
+        return index
     averages = {
-        name: entry
+        f"model.{name.removeprefix(prefix)}": entry
         for name, entry in index.entries.items()
-        if name.startswith(averaged_name(""))
+        if name.startswith(prefix)
     }
-    if ema and not averages:
+    if not averages:
         raise CheckpointError(
             f"{checkpoint.path} has no moving average of the weights",
             expected="a run with optimizer.ema",
             fix="leave --ema out",
         )
-    names = {name: f"model.{name.removeprefix(averaged_name(''))}" for name in averages}
-    return (
-        Index({**index.entries, **{names[name]: averages[name] for name in averages}})
-        if ema
-        else index
-    )
+    return Index({**index.entries, **averages})
 
 
 def random_state(mesh: Mesh) -> dict[str, Tensor]:
     """Returns a copy of this rank's random states."""
     state = {f"random.cpu.{mesh.rank}": torch.get_rng_state()}
-    if mesh.device.type == "cuda":
+    if mesh.on_cuda:
         state[f"random.cuda.{mesh.rank}"] = torch.cuda.get_rng_state(mesh.device)
     return state
 

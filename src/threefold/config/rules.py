@@ -264,9 +264,7 @@ def _of_profile(config: Config) -> Iterator[Problem]:
 
 
 def _of_rows(config: Config) -> Iterator[Problem]:
-    if config.audit.rows is not True:
-        return
-    if not config.audit.every:
+    if config.audit.rows is True and not config.audit.every:
         yield Problem(
             "audit.rows = true with audit.every = 0",
             "an audit: its record says which rows a step has read",

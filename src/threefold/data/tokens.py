@@ -153,7 +153,7 @@ def load_tokenizer(
     folder = expanded(name)
     if not folder.is_dir():
         folder = _download(name, revision=revision, key=key)
-    if not has_vocabulary(folder):
+    if not any(next(folder.glob(pattern), None) for pattern in VOCABULARIES):
         fix = f"the id or folder of a model that comes with its tokenizer   ({_FOR_RANDOM})"
         if key == MODEL_KEY:
             fix = "copy the files of the tokenizer that the weights were trained with there"
@@ -262,11 +262,6 @@ def _own_bos(tokenizer: Tokenizer) -> int | None:
         and ids[0] in _special_ids(tokenizer)
     )
     return int(ids[0]) if begins else None
-
-
-def has_vocabulary(folder: Path) -> bool:
-    """Whether a folder contains a tokenizer's vocabulary in any form."""
-    return any(next(folder.glob(pattern), None) for pattern in VOCABULARIES)
 
 
 def difference(tokenizer: Tokenizer, own: Tokenizer) -> str | None:

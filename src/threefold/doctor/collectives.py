@@ -286,7 +286,7 @@ def _begun(
                 raise stuck("no answer")
         except RuntimeError as error:
             raise stuck(first_line(error)) from error
-        if mesh.device.type == "cuda":
+        if mesh.on_cuda:
             torch.cuda.synchronize(mesh.device)
         return time.perf_counter() - started
 

@@ -254,12 +254,12 @@ def _of_links(
     }
     if findings or not measured:  # if a test hung, the other ranks measured while they waited
         return findings
-    own_links = mesh.device.type == "cuda" or len({report.host for report in reports}) > 1
+    own_links = mesh.on_cuda or len({report.host for report in reports}) > 1
     return collectives.judge(measured, own_links=own_links)
 
 
 def _device_name(mesh: Mesh) -> str:
-    if mesh.device.type != "cuda":
+    if not mesh.on_cuda:
         return str(mesh.device)
     import torch
 

@@ -13,6 +13,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch
@@ -73,20 +74,25 @@ class Exchange:
         if self._store is None:
             return json.loads(json.dumps(make()))
         key = f"threefold/shared/{name}/{self._number(name)}"
+        leave = partial(
+            leave_together,
+            self._store,
+            f"{key}/read",
+            self._world_size,
+            waits=self._rank == 0,
+        )
         if self._rank == maker:
             try:
                 answer = json.dumps({"value": make()})
             except BaseException as error:
                 self._store.set(key, json.dumps(described_error(error)))
                 if isinstance(error, Exception):
-                    leave_together(
-                        self._store, f"{key}/read", self._world_size, waits=self._rank == 0
-                    )
+                    leave()
                 raise
             self._store.set(key, answer)
         (reply,) = _wait_for_all(self._store, [key])
         if "value" not in reply:
-            leave_together(self._store, f"{key}/read", self._world_size, waits=self._rank == 0)
+            leave()
             raise error_of(reply, name)
         self.passed += 1
         return reply["value"]

@@ -111,6 +111,10 @@ class Mesh:
         return self.topology.world_size
 
     @property
+    def on_cuda(self) -> bool:
+        return self.device.type == "cuda"
+
+    @property
     def dp_size(self) -> int:
         return self.topology.dp
 
@@ -292,7 +296,7 @@ class Mesh:
     def barrier(self) -> None:
         """Returns when every rank has called it."""
         if self.parameter_mesh is not None:
-            dist.barrier(device_ids=[self.device.index] if self.device.type == "cuda" else None)
+            dist.barrier(device_ids=[self.device.index] if self.on_cuda else None)
 
     def before_close(self, end: Callable[[], object]) -> None:
         """Makes `close` call `end` first, which waits for work still running in the background."""

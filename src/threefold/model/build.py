@@ -236,10 +236,7 @@ def _context(
     if kernel != "sdpa" or kernel_why == GIVEN:
         choices.append((f"attention: {kernel}", kernel_why))
     causal = ""
-    if (
-        mesh.device.type == "cuda"
-        and (head_dim := attention_choice.head_size(architecture)) is not None
-    ):
+    if mesh.on_cuda and (head_dim := attention_choice.head_size(architecture)) is not None:
         halved = mesh.size("cp") > 1 and method == "gather"
         capability = torch.cuda.get_device_capability(mesh.device)
         causal, why = attention_choice.choose(

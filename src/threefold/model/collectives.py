@@ -80,11 +80,15 @@ def _summed(x: Tensor, group: dist.ProcessGroup) -> Tensor:
 def start_sum(x: Tensor, group: dist.ProcessGroup) -> Callable[[], Tensor]:
     """Begins to sum the group's tensors, in `x` if that is contiguous; what it returns waits for the sum."""
     total = x.contiguous()
-    work = dist.all_reduce(total, group=group, async_op=True)
+    return _finished(dist.all_reduce(total, group=group, async_op=True), total)
+
+
+def _finished(work: Any, result: Tensor) -> Callable[[], Tensor]:
+    """Waits for a collective, and returns what it has computed."""
 
     def finish() -> Tensor:
         work.wait()
-        return total
+        return result
 
     return finish
 
@@ -101,26 +105,21 @@ def start_scattered_sum(x: Tensor, group: dist.ProcessGroup) -> Callable[[], Ten
             reduce_scatter(own, parts, group=group)
             return lambda: own
         work = reduce_scatter(own, parts, group=group, async_op=True)
-
-    def finish() -> Tensor:
-        work.wait()
-        return own
-
-    return finish
+    return _finished(work, own)
 
 
 # cp ranks hold a head and a tail chunk of each row: of 2 x ranks chunks, rank r has number r and number r from behind.
 
 
-def _in_order(parts: Sequence[Tensor], dim: int) -> Tensor:
-    """The row that ranks hold in parts, its tokens in their order."""
-    heads, tails = zip(*(part.chunk(2, dim=dim) for part in parts), strict=True)
-    return torch.cat([*heads, *reversed(tails)], dim=dim)
+def _in_order(parts: Sequence[Tensor]) -> Tensor:
+    """The [batch, heads, sequence, ..] that ranks hold in parts, its tokens in their order."""
+    heads, tails = zip(*(part.chunk(2, dim=2) for part in parts), strict=True)
+    return torch.cat([*heads, *reversed(tails)], dim=2)
 
 
-def _chunks_of_ranks(row: Tensor, ranks: int, dim: int) -> list[tuple[Tensor, Tensor]]:
+def _chunks_of_ranks(row: Tensor, ranks: int) -> list[tuple[Tensor, Tensor]]:
     """The head and the tail chunk of a row that each rank holds; the inverse."""
-    chunks = row.chunk(2 * ranks, dim=dim)
+    chunks = row.chunk(2 * ranks, dim=2)
     return [(chunks[rank], chunks[-1 - rank]) for rank in range(ranks)]
 
 
@@ -143,7 +142,7 @@ class _GatheredRows(torch.autograd.Function):
         keys, values = zip(
             *(_side_by_side(part, *ctx.shapes) for part in received.unbind()), strict=True
         )
-        return _in_order(keys, dim=2), _in_order(values, dim=2)
+        return _in_order(keys), _in_order(values)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor, None]:
@@ -151,7 +150,7 @@ class _GatheredRows(torch.autograd.Function):
         sent = gradients[0].new_empty(ranks, sum(shape.numel() for shape in ctx.shapes))
         for part, *own in zip(
             sent.unbind(),
-            *(_chunks_of_ranks(each, ranks, dim=2) for each in gradients),
+            *(_chunks_of_ranks(each, ranks) for each in gradients),
             strict=True,
         ):
             for place, (head, tail) in zip(_side_by_side(part, *ctx.shapes), own, strict=True):
@@ -178,11 +177,11 @@ def _sent_to_each(parts: Sequence[Tensor], group: dist.ProcessGroup) -> tuple[Te
 
 
 def _to_sequence(x: Tensor, group: dist.ProcessGroup) -> Tensor:
-    return _in_order(_sent_to_each(x.chunk(group.size(), dim=1), group), dim=2)
+    return _in_order(_sent_to_each(x.chunk(group.size(), dim=1), group))
 
 
 def _to_heads(x: Tensor, group: dist.ProcessGroup) -> Tensor:
-    parts = [torch.cat(pair, dim=2) for pair in _chunks_of_ranks(x, group.size(), dim=2)]
+    parts = [torch.cat(pair, dim=2) for pair in _chunks_of_ranks(x, group.size())]
     return torch.cat(_sent_to_each(parts, group), dim=1)
 
 

@@ -75,7 +75,7 @@ def _gathered_bytes(model: nn.Module, dtype: torch.dtype) -> int:
 
 def device_of(mesh: Mesh) -> choices.Device:
     """This rank's device, as choices depend on it."""
-    if mesh.device.type != "cuda":
+    if not mesh.on_cuda:
         return choices.Device.here(mesh.device.type)
     memory_bytes = torch.cuda.get_device_properties(mesh.device).total_memory
     bfloat16 = torch.cuda.is_bf16_supported(including_emulation=False)
@@ -118,7 +118,7 @@ def shard(
         "ignored_params": {*kept},
     }
     if cpu_offload:
-        settings["offload_policy"] = CPUOffloadPolicy(pin_memory=mesh.device.type == "cuda")
+        settings["offload_policy"] = CPUOffloadPolicy(pin_memory=mesh.on_cuda)
     layers = layers_of(model)
     units = _units(layers)
     for unit in units:
@@ -182,7 +182,7 @@ def _bytes(module: nn.Module) -> int:
 
 def replicate(model: PreTrainedModel, mesh: Mesh) -> DistributedDataParallel:
     """The model under torch's DistributedDataParallel over the dp ranks."""
-    devices = [mesh.device.index] if mesh.device.type == "cuda" else None
+    devices = [mesh.device.index] if mesh.on_cuda else None
     # Buffers are equal on all ranks and do not change; torch 2.13 renamed the setting and warns at the old name.
     takes = inspect.signature(DistributedDataParallel.__init__).parameters
     buffers = "forward_sync_buffers" if "forward_sync_buffers" in takes else "broadcast_buffers"

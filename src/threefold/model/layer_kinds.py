@@ -136,19 +136,14 @@ def _behaviour(layer: nn.Module) -> str:
                 name,
                 type(module).__name__,
                 sorted(
-                    (key, value) for key, value in vars(module).items() if _says(key, value)
+                    (key, value)
+                    for key, value in vars(module).items()
+                    if isinstance(value, int | float | str)
+                    and not (key.startswith("_") or _NUMBER.search(key))
                 ),
             )
             for name, module in layer.named_modules()
         ]
-    )
-
-
-def _says(key: str, value: Any) -> bool:
-    return (
-        isinstance(value, int | float | str)
-        and not key.startswith("_")
-        and not _NUMBER.search(key)
     )
 
 

@@ -92,7 +92,7 @@ def _problems(module: nn.Module, mesh: Mesh) -> Iterator[Problem]:
     if (mixing := mixes_rows(module, but=nn.SyncBatchNorm)) is not None and mesh.dp_size > 1:
         what = f"{mixing} mixes the rows of a rank, and each of {mesh.dp_size} dp ranks has its own"
         fix = _UNMIXED
-        if mesh.device.type == "cuda":
+        if mesh.on_cuda:
             fix = f"module = nn.SyncBatchNorm.convert_sync_batchnorm(module)   (or {fix})"
         yield Problem(
             what, "rows that do not see one another: the mesh would change the curve", fix

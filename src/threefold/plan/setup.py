@@ -107,12 +107,6 @@ def kind_of(device: Accelerator | None) -> choices.Device:
     return choices.Device() if device is None else choices.Device("cuda", device.memory_bytes)
 
 
-def _moment_bytes(config: Config) -> float:
-    """AdamW's where they are not known."""
-    optimizer = OPTIMIZERS.get(config.optimizer.name, OPTIMIZERS["adamw"])
-    return 8.0 if optimizer.moment_bytes is None else optimizer.moment_bytes
-
-
 def setup_of(
     config: Config, decoder: Decoder | None, topology: Topology, device: Accelerator | None
 ) -> Setup:
@@ -123,6 +117,9 @@ def setup_of(
         device: that its ranks have; None: a CPU.
     """
     train = config.train
+    optimizer = OPTIMIZERS.get(config.optimizer.name, OPTIMIZERS["adamw"])
+    # AdamW's where they are not known.
+    moments = 8.0 if optimizer.moment_bytes is None else optimizer.moment_bytes
     heads = decoder.heads if decoder is not None else None
     resolved = choices.resolve(config, topology, kind_of(device), heads=heads)
     return Setup(
@@ -138,7 +135,7 @@ def setup_of(
         float8=train.float8,
         averages=config.optimizer.ema is not None,
         documents=bool(config.data.document_mask),
-        moments=_moment_bytes(config) / (2 if config.optimizer.moments == "bfloat16" else 1),
+        moments=moments / (2 if config.optimizer.moments == "bfloat16" else 1),
         sequence_parallel=bool(resolved.sequence_parallel.value) and topology.tp > 1,
         ulysses=topology.cp > 1 and resolved.cp_method.value == "ulysses",
         loss_chunk=train.loss_chunk_tokens,

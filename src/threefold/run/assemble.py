@@ -319,7 +319,7 @@ def loader_of(config: Config, rows: Rows, mesh: Mesh) -> TokenLoader:
         dp_size=mesh.dp_size,
         document_mask=bool(config.data.document_mask),
         num_workers=config.data.num_workers,
-        pin_memory=mesh.device.type == "cuda",
+        pin_memory=mesh.on_cuda,
     )
     if files := {
         number: stored

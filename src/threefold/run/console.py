@@ -127,12 +127,6 @@ def labels_of(rows: Rows) -> list[Entry]:
     return entries
 
 
-def without_end(rows: Rows) -> bool:
-    """Whether answers of a source have no end token, although it is to be trained on."""
-    masks = [part.rows.store.loss_mask for part in parts_of(rows)]
-    return any(mask is not None and mask.end == "missing" for mask in masks)
-
-
 def _same_rows(parts: Sequence[SourceRows]) -> Iterator[Entry]:
     """Sources of a mixture that are one, by its rows."""
     same: dict[str, list[str]] = {}
@@ -156,7 +150,8 @@ def _notes(run: Built) -> Iterator[Entry]:
             if spelled := spelled_out(run.tokenizer, begin):
                 yield "", f"warning: {source}{spelled}"
     yield from _same_rows(parts)
-    if without_end(run.rows):
+    masks = [part.rows.store.loss_mask for part in parts]
+    if any(mask is not None and mask.end == "missing" for mask in masks):
         yield "", no_end_warning(run.config.data.chat_template or run.tokenizer.name)
     # Held-out rows that are also trained on: on those the evaluation measures memorisation.
     for overlap in run.overlaps:

@@ -152,7 +152,7 @@ def _step_of(config: Config, mesh: Mesh) -> Callable[[], None]:
 
     def run() -> None:
         step.run(batches)
-        if mesh.device.type == "cuda":
+        if mesh.on_cuda:
             torch.cuda.synchronize()
 
     return run

@@ -90,13 +90,18 @@ def load_model(
     if isinstance(name_or_path, nn.Module):
         recomputed = None if activation_checkpointing == "none" else activation_checkpointing
         options = {"config": config, "seq_len": seq_len, "revision": revision, "lora": lora}
-        _refuse_for_modules(
-            {
-                **options,
-                "compile": compile is True or None,
-                "activation_checkpointing": recomputed,
-            }
-        )
+        options |= {
+            "compile": compile is True or None,
+            "activation_checkpointing": recomputed,
+        }
+        for name, value in options.items():
+            if value is not None:
+                raise ConfigError(
+                    f"load_model was given a module and {name} = {value!r}",
+                    expected="a complete module, on which this has no effect",
+                    fix=f"leave {name} out"
+                    + (", and compile the module first" if name == "compile" else ""),
+                )
         asked = with_dtype(validate({"model": {"dtype": dtype}}), data_parallel.device_of(mesh))
         own = on_mesh(name_or_path, mesh, dtype=asked.model.dtype)
         torch.manual_seed(seed_of("a run", seed, *noise.places(mesh, None)))
@@ -155,17 +160,6 @@ def _problems(
         named = name or str(architecture.model_type)
         problems += adapters.problems(asked.model.lora, build, name=named)
     return problems
-
-
-def _refuse_for_modules(options: Mapping[str, object]) -> None:
-    for name, value in options.items():
-        if value is not None:
-            raise ConfigError(
-                f"load_model was given a module and {name} = {value!r}",
-                expected="a complete module, on which this has no effect",
-                fix=f"leave {name} out"
-                + (", and compile the module first" if name == "compile" else ""),
-            )
 
 
 def _admitted(

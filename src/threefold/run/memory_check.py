@@ -27,9 +27,8 @@ from threefold.run.request import Asked
 
 log = logging.getLogger("threefold")
 # A run is refused if this part of the estimate exceeds the free memory.
-_CERTAIN = {"cpu": 0.7, "cuda": 0.9}
 # For compiled layers the estimate is an upper bound.
-_CERTAIN_COMPILED = 0.75
+_CERTAIN = {"cpu": 0.7, "cuda": 0.9, "compiled": 0.75}
 # Share of the estimate of what did not fit that other settings may need at most; first for those sure to help.
 _SHARES = (0.8, 0.99)
 
@@ -42,12 +41,16 @@ def fitted(asked: Asked, mesh: Mesh) -> Asked:
     """
     # The same on all ranks, whatever each of their devices has.
     free, whole = mesh.decide("free memory", memory_here(mesh), _least)
-    device = of_memory(whole) if mesh.device.type == "cuda" else None
+    device = of_memory(whole) if mesh.on_cuda else None
     estimate = estimate_of(asked.config, asked.architecture.to_dict(), mesh.topology, device)
     if free is None or estimate is None:
         return asked
     if asked.config.train.memory_check:
-        host_free = mesh.decide("free host memory", host_memory_here(), _least_known)
+        host_free = mesh.decide(
+            "free host memory",
+            host_memory_here(),
+            lambda free: min((each for each in free if each is not None), default=None),
+        )
         refuse_too_much_of_host(*estimate, host_free)
     return fitted_into(asked, *estimate, free)
 
@@ -74,7 +77,8 @@ def fitted_into(asked: Asked, decoder: Decoder, setup: Setup, free: int) -> Aske
     if automatic:
         setup = largest_micro_batch(decoder, setup, free)
     moment = peak(decoder, setup)
-    if config.train.memory_check and _certain(setup) * moment.total > free:
+    kind = "compiled" if setup.compiled else "cpu" if setup.device is None else "cuda"
+    if config.train.memory_check and _CERTAIN[kind] * moment.total > free:
         raise _too_large(moment, _what_fits(config, decoder, setup, free), free)
     lines = []
     if automatic and setup.num_batches > 1:
@@ -98,10 +102,6 @@ def _least(of_ranks: Sequence[tuple[int | None, int]]) -> tuple[int | None, int]
     return None if None in free else min(free), min(whole)
 
 
-def _least_known(of_ranks: Sequence[int | None]) -> int | None:
-    return min((free for free in of_ranks if free is not None), default=None)
-
-
 def host_memory_here() -> int | None:
     """Free bytes of this rank's share of its host."""
     free = room_here().free_bytes
@@ -110,15 +110,9 @@ def host_memory_here() -> int | None:
 
 def memory_here(mesh: Mesh) -> tuple[int | None, int]:
     """(free bytes, all) of this rank's device, or of its share of the host; None where that is not known."""
-    if mesh.device.type == "cuda":
+    if mesh.on_cuda:
         return torch.cuda.mem_get_info(mesh.device)
     return host_memory_here(), 0
-
-
-def _certain(setup: Setup) -> float:
-    if setup.compiled:
-        return _CERTAIN_COMPILED
-    return _CERTAIN["cpu" if setup.device is None else "cuda"]
 
 
 def _what_fits(config: Config, decoder: Decoder, setup: Setup, free: int) -> str:
@@ -162,7 +156,7 @@ def explained(asked: Asked, mesh: Mesh, folder: Path) -> Iterator[None]:
     Raises:
         DeviceMemoryError: in place of torch's OutOfMemoryError; on the rank that ran out.
     """
-    if mesh.device.type == "cuda":
+    if mesh.on_cuda:
         _remember_owners()
     try:
         yield
@@ -180,7 +174,7 @@ def explained(asked: Asked, mesh: Mesh, folder: Path) -> Iterator[None]:
 def _advice(asked: Asked, mesh: Mesh) -> tuple[str, str]:
     """(what was expected, what would fit), by the estimate if there is one."""
     device = None
-    if mesh.device.type == "cuda":
+    if mesh.on_cuda:
         device = of_memory(torch.cuda.get_device_properties(mesh.device).total_memory)
     estimate = estimate_of(asked.config, asked.architecture.to_dict(), mesh.topology, device)
     if estimate is None:

@@ -23,6 +23,7 @@ from threefold.mesh.mesh import Mesh, join_mesh
 from threefold.mesh.topology import Topology
 from threefold.progress_bars import print_any_text
 from threefold.run.failure import report_failure
+from threefold.run.watch.watchdog import Watchdog
 
 log = logging.getLogger("threefold")
 
@@ -115,7 +116,26 @@ def _cores(listed: str) -> set[int]:
 
 def as_rank(config: Config, topology: Topology, work: Callable[[Mesh], int]) -> int:
     """Returns the exit code of `work` on the mesh, or of its failure."""
+
+    def and_leave(mesh: Mesh) -> int:
+        code = work(mesh)
+        mesh.barrier()
+        mesh.close()
+        return code
+
     quieten_libraries()
+    return joined(config, topology, and_leave)
+
+
+def joined(
+    config: Config,
+    topology: Topology,
+    work: Callable[[Mesh], int],
+    watch: Watchdog | None = None,
+    *,
+    keep: str | None = None,
+) -> int:
+    """Joins the mesh, and returns the exit code of `work` there, or of a failure; `keep`: as for `report_failure`."""
     info, asked = environment.current(), config.mesh
     mesh: Mesh | None = None
     try:
@@ -125,15 +145,13 @@ def as_rank(config: Config, topology: Topology, work: Callable[[Mesh], int]) -> 
             device=asked.device,
             timeout_s=asked.timeout_s,
             facts=facts_of(config),
+            met=watch.begin if watch is not None else None,
         )
-        code = work(mesh)
-        mesh.barrier()
-        mesh.close()
-        return code
+        return work(mesh)
     except (SystemExit, KeyboardInterrupt):
         raise
     except BaseException as error:
-        code = report_failure(error, mesh, info.rank)
+        code = report_failure(error, mesh, info.rank, watch, keep=keep)
         if isinstance(error, ThreefoldError) and mesh is not None:
             mesh.abandon()
         return code

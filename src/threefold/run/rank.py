@@ -8,7 +8,6 @@ import contextlib
 import dataclasses
 import math
 import sys
-from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -20,12 +19,10 @@ from threefold.check.admit import admit
 from threefold.check.full_size import admit_full_size
 from threefold.checkpoint import chat_template
 from threefold.config.loading import LoadedConfig
-from threefold.config.schema import Config
 from threefold.data.rows.known_rows import KnownRows
-from threefold.errors import ThreefoldError
 from threefold.jsonl import Values
 from threefold.mesh import environment
-from threefold.mesh.mesh import FAILURES, Mesh, join_mesh
+from threefold.mesh.mesh import FAILURES, Mesh
 from threefold.mesh.topology import Topology
 from threefold.model.data_parallel import device_of
 from threefold.model.flops import flops_of
@@ -37,9 +34,8 @@ from threefold.run.console import conclude, head_of, introduce
 from threefold.run.eval_samples import EvalSamples
 from threefold.run.eval_tasks import EvalTasks
 from threefold.run.exports import Exports
-from threefold.run.failure import report_failure
 from threefold.run.head import Head, printed
-from threefold.run.process import compute_alike, facts_of, quieten_libraries, stay_near
+from threefold.run.process import compute_alike, joined, quieten_libraries, stay_near
 from threefold.run.request import asked_of
 from threefold.run.run import LINGER_S, REPORT_BEFORE, Run
 from threefold.run.same_bytes import keep_lists
@@ -63,41 +59,31 @@ def run_rank(loaded: LoadedConfig, topology: Topology, why: str) -> int:
     quieten_libraries(shown=info.rank == 0 and not loaded.quiet)
     if loaded.quiet:
         progress_bars.silence()
-    asked, mesh = config.mesh, None
     # With one process a step may take any time: no other rank waits for it.
-    limit_s = math.inf if topology.world_size == 1 else REPORT_BEFORE * asked.timeout_s
+    limit_s = math.inf if topology.world_size == 1 else REPORT_BEFORE * config.mesh.timeout_s
     timeout_s = config.train.timeout_s or limit_s
     environment.record_collectives()
     pulse = loaded.pulses[info.rank] if loaded.pulses else None
     with Watchdog(
         info.rank, stall_s=config.log.stall_s, timeout_s=timeout_s, pulse=pulse
     ) as watch:
-        try:
-            mesh = join_mesh(
-                topology,
-                info,
-                device=asked.device,
-                timeout_s=asked.timeout_s,
-                facts=facts_of(config),
-                met=watch.begin,
-            )
+
+        def train(mesh: Mesh) -> int:
             watch.mesh = mesh
             if topology.world_size == 1:  # one process: what it waits for is named all the same
                 watch.begin(torch.distributed.HashStore(), [info.host])
             code = _train(loaded, mesh, why, watch)
             watch.leave()
             return code
+
+        try:
+            return joined(config, topology, train, watch, keep=loaded.reason)
         except (SystemExit, KeyboardInterrupt):
             if watch.store is not None:
                 with contextlib.suppress(Exception):
                     # The other ranks need not report that this one has left.
                     watch.store.add(FAILURES, 1)
             raise
-        except BaseException as error:
-            code = report_failure(error, mesh, info.rank, watch, keep=loaded.reason)
-            if isinstance(error, ThreefoldError) and mesh is not None:
-                mesh.abandon()
-            return code
         finally:
             sys.stdout.flush()
 
@@ -136,12 +122,17 @@ def _train(loaded: LoadedConfig, mesh: Mesh, why: str, watch: Watchdog) -> int:
             enter("admission at full size")
             full_size = _admit_full_size(built) if built.done < built.num_steps else ()
             enter("the start")
-            extras = extras_of(built, say=console.print)
-            head = head_of(
-                built,
-                why,
-                (admission, *full_size, *asked.said, *_compute_type(loaded.config, mesh)),
+            extras = Extras(
+                Exports(built.checkpointer, say=console.print),
+                EvalSamples(built, say=console.print) if config.eval.sample else None,
+                EvalTasks(built.config, built.model) if config.eval.tasks else None,
             )
+            computed, computed_why = dtype(loaded.config, device_of(mesh))
+            # Where it was chosen for the device; on a CPU it is the usual one.
+            chosen = [("compute type", f"{computed}: {computed_why}")] * (
+                computed_why != GIVEN and mesh.on_cuda
+            )
+            head = head_of(built, why, (admission, *full_size, *asked.said, *chosen))
             introduce(console, head)
             unevaluated = _left_in_evaluation(built)
             if built.done >= built.num_steps and not unevaluated:
@@ -188,16 +179,6 @@ def _left_in_evaluation(run: Built) -> bool:
     return asked and run.mesh.share("unevaluated", unevaluated)
 
 
-def _compute_type(asked: Config, mesh: Mesh) -> list[tuple[str, str]]:
-    """A line of the head where the type was chosen for the device; on a CPU it is the usual one."""
-    chosen, why = dtype(asked, device_of(mesh))
-    return (
-        [("compute type", f"{chosen}: {why}")]
-        if why != GIVEN and mesh.device.type == "cuda"
-        else []
-    )
-
-
 def _admit_full_size(run: Built) -> tuple[tuple[str, str], ...]:
     """The probes of the run's own forward, for its head."""
     if run.config.model.admission == "off":
@@ -214,41 +195,31 @@ def _admit_full_size(run: Built) -> tuple[tuple[str, str], ...]:
 
 def _accept(console: Screen, run: Run, built: Built, head: Head) -> None:
     """Begins the run, because nothing can refuse the request any more, and opens its audit."""
-    config = built.config
+    config, checkpointer = built.config, built.checkpointer
     folder = built.folder.path
     files = list[str]()
 
-    def facts() -> dict[str, object]:
+    def facts() -> Values:
         keep_lists(built.rows, folder)
         if built.pairs is not None:
             built.pairs.keep(folder)
-        if built.checkpointer.template is not None:
-            chat_template.keep(built.checkpointer.template, folder)
         files.extend(file_lines(config, to=folder))
-        return _facts_of_start(built, head, files)
+        changed = {each.key: [each.before, each.now] for each in checkpointer.changed}
+        kept: dict[str, Any] = {"reduce": "exact"} if config.train.reduce == "exact" else {}
+        if checkpointer.lost_bits is not None:
+            kept["lost_bits"] = checkpointer.lost_bits
+        if (template := checkpointer.template) is not None:
+            chat_template.keep(template, folder)
+            kept[chat_template.KEY] = chat_template.digest_of(template)
+        return {"changed": changed, **kept, "files": files, "head": head.to_values()}
 
     rows = built.loader.rows
     known = KnownRows(rows, seed=built.mesh.rank)
     skips = built.loader.planned
     run.begin(partial(assemble.start_of, built), facts, rows=rows, known=known, skips=skips)
-    built.checkpointer.folder = run.folder
+    checkpointer.folder = run.folder
     for line in files:
         console.print(printed("files", line))
-
-
-def _facts_of_start(built: Built, head: Head, files: Sequence[str]) -> dict[str, object]:
-    """The journal's facts about a start, besides those of any start."""
-    template = built.checkpointer.template
-    exact: dict[str, object] = (
-        {"reduce": "exact"} if built.config.train.reduce == "exact" else {}
-    )
-    if (lost := built.checkpointer.lost_bits) is not None:
-        exact["lost_bits"] = lost
-    changed = {change.key: [change.before, change.now] for change in built.checkpointer.changed}
-    kept = (
-        {chat_template.KEY: chat_template.digest_of(template)} if template is not None else {}
-    )
-    return {"changed": changed, **exact, **kept, "files": files, "head": head.to_values()}
 
 
 def _followed(
@@ -266,7 +237,7 @@ def _followed(
     guards.progress = watch.progress
     if built.loader.ahead is not None:
         built.loader.ahead.enter = watch.progress.enter
-    if built.mesh.device.type == "cuda" and built.mesh.world_size > 1:
+    if built.mesh.on_cuda and built.mesh.world_size > 1:
         watch.progress.device = DeviceForward(partial(torch.cuda.Event, enable_timing=True))
         stay_near(built.mesh.device)  # only now: data are prepared by all cores
     # The gradients of a custom loss are averaged outside those buckets.
@@ -315,44 +286,34 @@ def _store(run: Run, console: Screen) -> None:
             run.folder.mirror.wait(run.watch.progress.tick)
 
 
-def _loss_of(run: Built) -> dict[str, Any]:
-    """The objective, as arguments of the step."""
-    if run.pairs is not None:
-        return {"loss": run.pairs.loss, "loss_on": "log_probabilities"}
-    if run.user_objects.loss is not None:
-        return {"loss": run.user_objects.loss, "loss_on": run.user_objects.loss_on}
-    smoothing, z_loss = run.config.train.label_smoothing, run.config.train.z_loss
-    return {"token_loss": token_loss_of(run.model, label_smoothing=smoothing, z_loss=z_loss)}
-
-
-def _evaluation_of(run: Built) -> EvalStep | None:
-    if run.pairs is not None:
-        return run.pairs.evaluation
-    return (
-        EvalStep(run.model, loss=run.user_objects.loss, loss_on=run.user_objects.loss_on)
-        if run.user_objects.loss is not None
-        else None
-    )
-
-
 def _loop_of(run: Built, guards: Guards, extras: "Extras") -> Loop:
     config, train, mesh = run.config, run.config.train, run.mesh
     for each in extras:
         if each is not None:
             each.progress = guards.progress
+    objective: dict[str, Any]
+    evaluation = None
+    if run.pairs is not None:
+        objective = {"loss": run.pairs.loss, "loss_on": "log_probabilities"}
+        evaluation = run.pairs.evaluation
+    elif run.user_objects.loss is not None:
+        objective = {"loss": run.user_objects.loss, "loss_on": run.user_objects.loss_on}
+        evaluation = EvalStep(run.model, **objective)
+    else:
+        objective = {
+            "token_loss": token_loss_of(
+                run.model, label_smoothing=train.label_smoothing, z_loss=train.z_loss
+            )
+        }
     step = TrainStep(
         run.model,
         run.optimizer,
-        **_loss_of(run),
+        **objective,
         grad_clip=train.grad_clip,
         ema=run.ema,
         progress=guards.progress,
     )
-    peak = (
-        peak_flops(torch.cuda.get_device_name(mesh.device))
-        if mesh.device.type == "cuda"
-        else None
-    )
+    peak = peak_flops(torch.cuda.get_device_name(mesh.device)) if mesh.on_cuda else None
     return Loop(
         config,
         mesh,
@@ -363,12 +324,12 @@ def _loop_of(run: Built, guards: Guards, extras: "Extras") -> Loop:
         run.micro_batch,
         extras.exports.save,
         guards,
-        evaluate=_evaluation_of(run),
+        evaluate=evaluation,
         sample=extras.sample,
         tasks=extras.tasks,
         flops=flops_of(run.model.module) if peak is not None else None,
         peak_flops=peak,
-        estimated_bytes=run.estimated_bytes if mesh.device.type == "cuda" else None,
+        estimated_bytes=run.estimated_bytes if mesh.on_cuda else None,
         recompiled=run.recompiled,
     )
 
@@ -379,17 +340,6 @@ class Extras(NamedTuple):
     exports: Exports
     sample: EvalSamples | None
     tasks: EvalTasks | None
-
-
-def extras_of(run: Built, *, say: Callable[[str], None]) -> Extras:
-    """Every rank calls it.
-
-    Raises:
-        ConfigError: a prompt or a task cannot be used.
-    """
-    sample = EvalSamples(run, say=say) if run.config.eval.sample else None
-    tasks = EvalTasks(run.config, run.model) if run.config.eval.tasks else None
-    return Extras(Exports(run.checkpointer, say=say), sample, tasks)
 
 
 def kept_rows_of(run: Built, audit: Audit | None) -> KeptRows | None:

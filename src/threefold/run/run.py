@@ -742,7 +742,11 @@ class Run:
             )
 
     def _in_own_words(self) -> contextlib.AbstractContextManager[None]:
-        return in_program(_as_entry) if self._program else contextlib.nullcontext()
+        return (
+            in_program(lambda key, value: f"config={{{key!r}: {value!r}}}")
+            if self._program
+            else contextlib.nullcontext()
+        )
 
 
 def _config_of(values: Values, folder: str | Path | None) -> Config:
@@ -761,10 +765,6 @@ def _config_of(values: Values, folder: str | Path | None) -> Config:
     config = loading.validate(nested)
     ConfigError.raise_for(trackers.problems(config.log.trackers))
     return config
-
-
-def _as_entry(key: str, value: Any) -> str:
-    return f"config={{{key!r}: {value!r}}}"
 
 
 def _passes(batches: Iterable[Any], run: Run) -> Iterator[Any]:

@@ -247,20 +247,18 @@ def _checked(answer: Any) -> tuple[Tensor, Tensor | float]:
         or not total.is_floating_point()
     ):
         raise _no_sum(f"gave {_described(answer[0])} as its sum")
-    if not _is_count(answer[1]):
-        raise _no_sum(f"gave {_described(answer[1])} as its count")
-    return answer[0], answer[1]
+    count: Any = answer[1]
+    if not (
+        _is_amount(count)
+        or (isinstance(count, Tensor) and not count.ndim and not count.is_complex())
+    ):
+        raise _no_sum(f"gave {_described(count)} as its count")
+    return total, count
 
 
-def _is_count(count: Any) -> bool:
-    if isinstance(count, Tensor):
-        return not count.ndim and not count.is_complex()
-    return (
-        isinstance(count, int | float)
-        and not isinstance(count, bool)
-        and math.isfinite(count)
-        and count >= 0
-    )
+def _is_amount(value: Any) -> bool:
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    return is_number and 0 <= value < math.inf
 
 
 def _described(value: Any) -> str:
@@ -419,10 +417,11 @@ def check_settings(model: Model, grad_clip: float, micro_batch: int | None) -> N
 
 def checked_rate(name: str, value: object) -> float:
     """A rate that is a number from 0 on; ConfigError for anything else."""
-    right = (
-        isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value < math.inf
-    )
     check_argument(
-        name, value, right, expected="a number that is not negative", fix=f"{name}=1e-3"
+        name,
+        value,
+        _is_amount(value),
+        expected="a number that is not negative",
+        fix=f"{name}=1e-3",
     )
     return float(value)  # type: ignore[arg-type]

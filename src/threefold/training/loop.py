@@ -249,12 +249,9 @@ def _rows_of(batches: Sequence[Batch]) -> list[list[int]]:
 
 def _shared_length(run: Loop) -> int | None:
     """Places of the global batch's longest row, as the mesh needs them, the same on every rank; None: all of them."""
-    longest = run.loader.longest
-    return (
-        None
-        if longest is None
-        else min(shared_length(longest, run.mesh.topology), run.config.data.seq_len)
-    )
+    if (longest := run.loader.longest) is None:
+        return None
+    return min(shared_length(longest, run.mesh.topology), run.config.data.seq_len)
 
 
 class _Due(NamedTuple):

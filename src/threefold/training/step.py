@@ -8,7 +8,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -54,9 +54,6 @@ from threefold.training.numbers import (
     refuse_nothing,
 )
 from threefold.training.progress import Progress
-
-if TYPE_CHECKING:
-    from threefold.optim.fused_adamw import FusedAdamW
 
 _WITH_FLAG = (torch.optim.Adam, torch.optim.AdamW, NarrowAdamW)
 
@@ -132,7 +129,12 @@ class TrainStep:
             refuse_other_parameters(optimizer, model.module)
             ConfigError.raise_for(mesh_problems(optimizer))
             self.optimizer, self.given_decay = optimizer, None
-        self._fused = _as_fused(self.optimizer) if model.working is not None else None
+        self._fused = None
+        if model.working is not None:  # other steps need not load it
+            from threefold.optim.fused_adamw import FusedAdamW
+
+            if isinstance(self.optimizer, FusedAdamW):
+                self._fused = self.optimizer  # clips gradients itself
         self._grad_clip = float(grad_clip)
         self._micro_batch = micro_batch
         self._loss, self._loss_on = loss, loss_on
@@ -172,10 +174,7 @@ class TrainStep:
                 expected="how many consecutive rows belong together",
                 fix="loss.rows_together = 2",
             )
-        self._steps, self._compare_every = (
-            0,
-            (model.asked or Config()).audit.every,
-        )
+        self._steps, self._compare_every = 0, (model.asked or Config()).audit.every
 
     @property
     def measures(self) -> tuple[str, ...]:
@@ -557,10 +556,3 @@ class TrainStep:
                     )
                     count += 0.0 if loss is None else sums.totals[1]
         return over_ranks(picks, self._mesh), over_ranks(count, self._mesh)
-
-
-def _as_fused(optimizer: torch.optim.Optimizer) -> "FusedAdamW | None":
-    """An optimizer that clips gradients itself; its module is loaded only for a model with a working copy."""
-    from threefold.optim.fused_adamw import FusedAdamW
-
-    return optimizer if isinstance(optimizer, FusedAdamW) else None

@@ -148,7 +148,15 @@ class TokenStore:
         elif self.has_pairs != (self.loss_mask is not None and self.loss_mask.has_pairs) or (
             self.has_pairs and self.num_documents % 2
         ):
-            raise _torn_pairs(self.prefix, self.info)
+            kind = "documents in pairs" if self.info.pairs is True else "no pairs"
+            raise DataError(
+                f"{with_suffix(self.prefix, '.json')} describes {kind} (pairs: {self.info.pairs}), in "
+                f"{self.info.num_documents:,} documents with the loss mask {self.info.loss_mask}",
+                expected="pairs and an even number of documents, each chosen one before its rejected one, with the "
+                "loss mask 'preference ...'; and no pairs without it: otherwise an answer would be compared with one "
+                "to another prompt",
+                fix="copy all files of the store again from their origin, or prepare the source again",
+            )
 
     def __reduce__(self) -> tuple[Any, ...]:
         return TokenStore, (self.prefix,)
@@ -168,11 +176,14 @@ class TokenStore:
             return self.read(0, self.num_tokens)
         return np.memmap(with_suffix(self.prefix, ".bin"), self.dtype, mode="r")
 
-    @cached_property
-    def _bin(self) -> int:
-        number = os.open(with_suffix(self.prefix, ".bin"), os.O_RDONLY | os.O_CLOEXEC)
+    def _opened(self, suffix: str) -> int:
+        number = os.open(with_suffix(self.prefix, suffix), os.O_RDONLY | os.O_CLOEXEC)
         weakref.finalize(self, os.close, number)
         return number
+
+    @cached_property
+    def _bin(self) -> int:
+        return self._opened(".bin")
 
     def read(self, start: int, stop: int) -> Array:
         """The tokens [start, stop) of the stream; a DataError if they were cut off since the store was opened."""
@@ -207,9 +218,7 @@ class TokenStore:
 
     @cached_property
     def _mask(self) -> int:
-        number = os.open(with_suffix(self.prefix, LOSS_MASK), os.O_RDONLY | os.O_CLOEXEC)
-        weakref.finalize(self, os.close, number)
-        return number
+        return self._opened(LOSS_MASK)
 
     def trained_on(self, start: int, stop: int) -> Bool:
         """Whether each of the tokens [start, stop) is trained on, of a store with a loss mask; errors as for `read`."""
@@ -325,17 +334,6 @@ def _refuse_unexplained_mask(prefix: Path) -> None:
             "even rejected answers",
             fix="copy all files of the store again from their origin, or prepare the source again",
         )
-
-
-def _torn_pairs(prefix: Path, info: StoreInfo) -> DataError:
-    kind = "documents in pairs" if info.pairs is True else "no pairs"
-    return DataError(
-        f"{with_suffix(prefix, '.json')} describes {kind} (pairs: {info.pairs}), in {info.num_documents:,} documents "
-        f"with the loss mask {info.loss_mask}",
-        expected="pairs and an even number of documents, each chosen one before its rejected one, with the loss mask "
-        "'preference ...'; and no pairs without it: otherwise an answer would be compared with one to another prompt",
-        fix="copy all files of the store again from their origin, or prepare the source again",
-    )
 
 
 def starts_of(ends: Int64) -> Int64:

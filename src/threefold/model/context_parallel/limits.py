@@ -33,9 +33,9 @@ def direction_problems(model: Any, *, pretrained: bool) -> list[Problem]:
     name = model.config.model_type
     for inner in _models(model):
         config: Any = inner.config
-        if getattr(config, "is_causal", True) and not (
-            "create_bidirectional_mask" in _words(inner) and _encodes(inner)
-        ):
+        # Its config may let it see both sides: bert's does unless it is a decoder.
+        two_masks = {"create_bidirectional_mask", "is_decoder"} <= _words(inner)
+        if getattr(config, "is_causal", True) and not (two_masks and not config.is_decoder):
             continue
         key = "is_decoder: true" if getattr(config, "is_causal", True) else "is_causal: true"
         what = f"the model {name!r} is not causal: with its config each token sees the ones after it"
@@ -126,11 +126,6 @@ def document_problems(model: Any) -> list[Problem]:
 def _masks_itself(model: Any) -> bool:
     attends = next(carriers(model), None) is None
     return attends and not any(_words(inner) & _MASKS for inner in _models(model))
-
-
-def _encodes(model: Any) -> bool:
-    """Whether its config lets it see both sides: bert's does unless it is a decoder."""
-    return "is_decoder" in _words(model) and not model.config.is_decoder
 
 
 def _models(model: nn.Module) -> Iterator[PreTrainedModel]:

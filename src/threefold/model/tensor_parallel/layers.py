@@ -186,11 +186,7 @@ def _leaves(x: Tensor, weight: Tensor) -> bool:
 
 def column_forward(module: nn.Linear, shared: SharedInput) -> Callable[[Tensor], Tensor]:
     """x [.., in] on every rank -> this rank's part [.., out / tp]."""
-
-    def forward(x: Tensor) -> Tensor:
-        return shared.product(x, module)
-
-    return forward
+    return lambda x: shared.product(x, module)
 
 
 def row_forward(

@@ -23,7 +23,7 @@ _SEQUENCE = 1  # of [batch, sequence, hidden]
 
 def lacking(mesh: Mesh) -> str | None:
     """Why the tp ranks cannot share memory; None if they can."""
-    if mesh.device.type != "cuda":
+    if not mesh.on_cuda:
         return f"a {mesh.device.type} has none"
     own, ranks = mesh.device.index, mesh.size("tp")
     devices = range(own - mesh.tp_rank, own - mesh.tp_rank + ranks)

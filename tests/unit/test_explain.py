@@ -30,6 +30,12 @@ def explained(folder: str, name: str) -> Explanation:
     return found
 
 
+def failure(text: str) -> Explanation:
+    found = explain(text)
+    assert found is not None, "unknown"
+    return found
+
+
 @pytest.mark.parametrize("name", PRODUCED)
 def test_log_of_a_program_that_failed_here(name: str) -> None:
     assert explained("produced", name).known.name == PRODUCED[name]
@@ -328,6 +334,183 @@ def test_operations_of_two_process_groups_are_not_compared() -> None:
     assert (
         late is not None
         and "rank 1 lagged behind the others (operation 50 of 51): look there" in late.facts
+    )
+
+
+def _newer(rank: int, number: int, enqueued: int) -> str:
+    return (
+        f"[rank{rank}]:[E126 01:17:58.2 ProcessGroupNCCL.cpp:2271] [PG ID 1 PG GUID 1(dp) Rank {rank}]  failure "
+        f"detected by watchdog at work sequence id: {number} PG status: last enqueued work: {enqueued}, last completed work: 6\n"
+    )
+
+
+def test_newer_watchdog_says_who_lagged() -> None:
+    for numbers, said in (
+        ((7, 8), "rank 0 lagged behind the others (operation 7 of 8): look there"),
+        ((7, 7), "rank 0 had started the fewest operations (9): look there first"),
+    ):
+        lines = [
+            _caught(rank, rank, number, "ALLREDUCE") + _newer(rank, number, 9 + rank)
+            for rank, number in enumerate(numbers)
+        ]
+        assert said in failure("".join(lines)).facts
+
+
+def test_rank_whose_lines_name_no_group_is_not_silent() -> None:
+    named = [
+        _caught(rank, rank, 7, "ALLREDUCE") + _named(rank, "0", rank, 7) for rank in (0, 1, 3)
+    ]
+    text = "".join(named)
+    assert "rank 2 did not report this timeout: look there first" in failure(text).facts
+    assert failure(text + _caught(2, 2, 7, "ALLREDUCE")).facts == ["the limit was 600 s"]
+
+
+def test_group_that_is_never_made_names_the_rank_that_did_not_come() -> None:
+    bar = "Running tokenizer on dataset (num_proc=8):  47%|####  | 3169000/6811963 [30:11<38:27, 1578.58 examples/s]\n"
+    error = (
+        "[rank1]: RuntimeError: [1] is setting up NCCL communicator and retrieving ncclUniqueId from [0] via c10d "
+        "key-value store by key '0', but store->get('0') got error: "
+    )
+    found = failure(f"{bar}{error}Socket Timeout\n")
+    assert (found.known.name, found.facts) == (
+        "nccl-timeout",
+        [
+            "rank 0 of the group did not come: look there first",
+            "not done by then: Running tokenizer on dataset (num_proc=8):  47%",
+        ],
+    )
+    done = bar.replace(" 47%", "100%")
+    assert failure(f"{bar}{done}{error}Socket Timeout\n").facts == found.facts[:1]
+    assert failure(f"{bar}{error}Connection reset by peer\n").known.name == "store-lost"
+
+
+_NCCL = (
+    "[rank1]: torch.distributed.DistBackendError: NCCL error in: NCCLUtils.hpp:317, unhandled system error (run with "
+    "NCCL_DEBUG=INFO for details), NCCL version 2.21.5\n[rank1]: ncclSystemError: System call failed.\n"
+)
+
+
+def test_reason_that_nccl_gives_is_told(tmp_path: Path) -> None:
+    reason = "nvmlDeviceGetHandleByPciBusId() failed: Not Found"
+    for lines in (
+        f"{_NCCL}[rank1]: Last error:\n[rank1]: {reason}\n",
+        f"n1:97:02 [2] misc/nvmlwrap.cc:187 NCCL WARN {reason}\n{_NCCL}",
+    ):
+        (tmp_path / "train.log").write_text(lines)
+        text, _ = explain_command([tmp_path / "train.log"])
+        assert f"  NCCL: {reason}\n" in text and "not in this log" not in text
+    (tmp_path / "train.log").write_text(_NCCL)
+    assert "not in this log" in explain_command([tmp_path / "train.log"])[0]
+
+
+def test_reason_that_has_a_page_comes_before_the_error_of_nccl() -> None:
+    found = failure(
+        f"{_NCCL}[rank1]: Last error:\n[rank1]: Net : Connection closed by remote peer n2<43236>\n"
+    )
+    assert [found.known.name, *(hit.known.name for hit in found.others)] == [
+        "peer-gone",
+        "nccl-internal",
+    ]
+
+
+def test_error_of_another_rank_is_not_of_the_place_that_it_is_raised_in() -> None:
+    frame = '  File "/venv/lib/python3.10/site-packages/deepspeed/runtime/zero/stage3.py", line 355, in step\n'
+    begin = f"Traceback (most recent call last):\n{frame}    self.reduce()\n"
+    assert failure(f"{begin}ValueError: an odd path\n").known.name == "zero3-model-size"
+    assert (
+        failure(
+            f"{begin}RuntimeError: NCCL error in: a.cpp:1269, unhandled system error\n"
+        ).known.name
+        == "nccl-internal"
+    )
+
+
+def test_assertion_without_words_has_those_of_its_line() -> None:
+    text = (
+        '[rank1]: Traceback (most recent call last):\n[rank1]:   File "/venv/lib/python3.11/site-packages/deepspeed/'
+        'runtime/bf16_optimizer.py", line 316, in step\n[rank1]:     assert all_groups_norm > 0.\n'
+        "[rank1]:            ^^^^^^^^^^^^^^^^^^^^\n[rank1]: AssertionError\n"
+    )
+    found = failure(text)
+    assert (found.known.name, found.line.rank, found.line.number) == ("nan-loss", 1, 5)
+    assert failure(text.replace("all_groups_norm", "norm")).known.name == "own-error"
+
+
+def _raised(function: str, error: str) -> str:
+    return (
+        f'[rank2]: Traceback (most recent call last):\n[rank2]:   File "/app/save.py", line 3, in {function}\n'
+        f"[rank2]:     call(path)\n[rank2]: {error}\n"
+    )
+
+
+@pytest.mark.parametrize(
+    ("function", "error", "name"),
+    [
+        (
+            "makedirs",
+            "FileExistsError: [Errno 17] File exists: '/data/checkpoint-50'",
+            "checkpoint-race",
+        ),
+        (
+            "save",
+            "OSError: [Errno 39] Directory not empty: '/data/tmp' -> '/data/50'",
+            "checkpoint-race",
+        ),
+        (
+            "_rmtree_safe_fd",
+            "FileNotFoundError: [Errno 2] No such file or directory: 'a.pt'",
+            "checkpoint-race",
+        ),
+        (
+            "_remove_checkpoint",
+            "FileNotFoundError: [Errno 2] No such file or directory: '/x'",
+            "checkpoint-race",
+        ),
+        (
+            "save",
+            "FileNotFoundError: [Errno 2] No such file or directory: '/x/tmp-checkpoint-7'",
+            "checkpoint-race",
+        ),
+        (
+            "read",
+            "FileNotFoundError: [Errno 2] No such file or directory: '/x'",
+            "missing-file",
+        ),
+    ],
+)
+def test_ranks_that_change_one_folder_are_told_from_a_file_that_is_not_there(
+    function: str, error: str, name: str
+) -> None:
+    assert failure(_raised(function, error)).known.name == name
+
+
+@pytest.mark.parametrize(
+    ("number", "name", "page", "retry"),
+    [
+        (1, "SIGHUP", "session-closed", "yes"),
+        (2, "SIGINT", "stopped", "no"),
+        (15, "SIGTERM", "stopped", "no"),
+    ],
+)
+def test_signal_of_a_closed_session_is_told_from_a_request(
+    number: int, name: str, page: str, retry: str
+) -> None:
+    found = failure(
+        f"W0920 09:10:41.194000 84933 distributed/elastic/agent/server/api.py:719] Received {number} death signal\n"
+        f"W0920 09:10:41.195000 84933 distributed/elastic/multiprocessing/api.py:900] Sending process 85 closing "
+        f"signal {name}\ntorch.distributed.elastic.multiprocessing.api.SignalException: Process 84 got signal: "
+        f"{number}\n"
+    )
+    assert (found.known.name, found.known.retry, found.others) == (page, retry, [])
+
+
+def test_worker_that_dies_after_the_last_step_is_no_failure() -> None:
+    died = "(raylet) A worker died or was killed while executing a task by an unexpected system error.\n"
+    step = "(TaskRunner pid=31) step:1 - actor/pg_loss:-0.004 - actor/kl_loss:0.001\n"
+    bar = "Training Progress:  99%|##| 99/100 [03:34<00:02, 2.1s/it]\n"
+    assert failure(step + bar + died).known.name == "ray-worker-died"
+    assert (
+        explain(step + bar.replace(" 99%", "100%").replace("99/100", "100/100") + died) is None
     )
 
 

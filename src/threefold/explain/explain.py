@@ -32,7 +32,7 @@ from threefold.explain.sources.tracebacks import (
 from threefold.explain.sources.wording import is_mild, is_talk
 
 # What the ranks of a finished job report about one another, or about the launcher that ends them.
-_CLOSING = {"own-stop", "peer-gone", "stopped", "store-lost"}
+_CLOSING = {"own-stop", "peer-gone", "ray-worker-died", "stopped", "store-lost"}
 # Launchers start any program: after lines of one that does not train, they say nothing of training.
 _LAUNCHERS = {"illegal-memory-access", "mpi-start", "slurm-refused", "unschedulable"}
 # What happens to a machine, a disk or a job brings errors of many kinds about, and none of them brings it about.

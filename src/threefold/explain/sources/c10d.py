@@ -15,7 +15,7 @@ _GROUP = r"\bPG (?:ID )?(\d+)"  # PG ID 3 ..., PG GUID 3(...), or older: PG 3
 _WITHIN = r"\[PG [^\]]*Rank (\d+)\]"
 _AT = r"at (?:NCCL )?work(?: sequence id)?: (\d+)"
 _ENQUEUED = r"last enqueued (?:NCCL )?work: (-?\d+)"
-_REASON = re.compile(r"Last error:\s*\n(?:\[rank\d+\]: )?(.+)|NCCL WARN (.+)")
+_REASON = re.compile(r"(?:Last error:\s*\n(?:\[rank\d+\]: )?|NCCL WARN )(.+)")
 
 
 class Work(NamedTuple):
@@ -61,7 +61,7 @@ def works(log: Log) -> dict[int, list[Work]]:
 def nccl_reason(log: Log) -> str:
     """The reason of NCCL's first error, if the log has it."""
     match = _REASON.search(log.firsts)
-    return match[match.lastindex or 0] if match else ""
+    return match[1] if match else ""
 
 
 def _number(form: str, line: LogLine) -> int | None:

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 _NAME = re.compile(
-    r"(?:(?:nccl_trace|fr_trace|flight|comm_lib_trace|trace)\w*?[_-]?rank[_-]?|(?:nccl_trace|fr_trace)\w*?(?=\d+$))(\d+)"
+    r"(?:(?:nccl_trace|fr_trace|flight|comm_lib_trace|trace)\w*?[_-]?rank[_-]?|(?:nccl_trace|fr_trace)\w*?(?=\d+(?:\.json|\.pickle|\.pkl)?$))(\d+)"
 )
 _UNEQUAL = re.compile("all_to_all|alltoall|gather|scatter|send|recv|barrier")
 _MOST_BYTES = 2**29
@@ -56,8 +56,7 @@ class _Plain(pickle._Unpickler):
 
 def is_dump(path: Path) -> bool:
     """Whether the file is named as torch names dumps: nccl_trace_rank_3, with or without an ending."""
-    name = path.stem if path.suffix in (".json", ".pickle", ".pkl") else path.name
-    return bool(_NAME.search(name))
+    return bool(_NAME.search(path.name))
 
 
 def read_dump(path: Path) -> Dump:
@@ -68,14 +67,14 @@ def read_dump(path: Path) -> Dump:
     try:
         dump = (
             json.loads(content)
-            if content.lstrip()[:1] == b"{"
+            if content.lstrip().startswith(b"{")
             else _Plain(io.BytesIO(content)).load()
         )
     except Exception as error:  # what bytes that are no dump raise depends on the bytes
         raise ValueError(f"{path} is not a Flight Recorder dump: {error}") from error
     if not isinstance(dump, dict) or not isinstance(dump.get("entries"), list):
         raise ValueError(f"{path} is not a Flight Recorder dump: it has no entries")
-    named = _NAME.search(path.stem)
+    named = _NAME.search(path.name)
     rank = int(named[1] if named else dump.get("rank", 0))
     members = {
         str(group): _members(spec) for group, spec in _mapping(dump.get("pg_config")).items()

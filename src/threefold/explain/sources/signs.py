@@ -93,6 +93,7 @@ class EventKind(Enum):
     # the job is done
     FINISHED = r"""
     Finished [Tt]raining  train_runtime  `Trainer\.fit` stopped  WorkerState\.SUCCEEDED  worker group success
+    [Tt]raining Progress: 100%\|
     OK \(expected failures  [ ]passed in[ ]  (?:^|INFO threefold: )done: \d+ steps,  ^Status:\s+Succeeded
     ^\s+Reason:\s+Completed  ^\d+\s+\S+\s+COMPLETED\s+0:0  ^=+ .*\d+ passed.* in
     \|±[ ]  ^\d+ passed\b(?!.*(?:fail|error)).* in [\d.]+s  ^OK(?: \(|$)

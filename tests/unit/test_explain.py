@@ -340,7 +340,8 @@ def test_operations_of_two_process_groups_are_not_compared() -> None:
 def _newer(rank: int, number: int, enqueued: int) -> str:
     return (
         f"[rank{rank}]:[E126 01:17:58.2 ProcessGroupNCCL.cpp:2271] [PG ID 1 PG GUID 1(dp) Rank {rank}]  failure "
-        f"detected by watchdog at work sequence id: {number} PG status: last enqueued work: {enqueued}, last completed work: 6\n"
+        f"detected by watchdog at work sequence id: {number} PG status: last enqueued work: {enqueued}, "
+        "last completed work: 6\n"
     )
 
 
@@ -401,6 +402,12 @@ def test_reason_that_nccl_gives_is_told(tmp_path: Path) -> None:
         assert f"  NCCL: {reason}\n" in text and "not in this log" not in text
     (tmp_path / "train.log").write_text(_NCCL)
     assert "not in this log" in explain_command([tmp_path / "train.log"])[0]
+
+
+def test_setting_in_a_message_is_no_level_of_a_log() -> None:
+    line = "[1]<stderr>:RuntimeError: ncclCommInitRank failed: unhandled cuda error (run with NCCL_DEBUG=INFO)\n"
+    assert failure(line).known.name == "nccl-internal"
+    assert explain(line.replace("RuntimeError:", "INFO retried:")) is None
 
 
 def test_reason_that_has_a_page_comes_before_the_error_of_nccl() -> None:
@@ -533,6 +540,8 @@ def test_cause_comes_before_what_follows_from_it() -> None:
         ("[default2]:[rank2]: KeyError: 1", 2),
         ("5: KeyError: 1", 5),
         ("[1,6]<stderr>:KeyError: 1", 6),
+        ("[6]<stderr>:KeyError: 1", 6),
+        ("trainer.main/1 KeyError: 1", None),
         ("2026-01-01T10:00:00.123456789Z stderr F [rank3]: KeyError: 1", 3),
         ("2026-01-01 10:00:00,123 KeyError: 1", None),
         ("KeyError: 1", None),

@@ -10,10 +10,10 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import NamedTuple
 
-# torch's own handler and its C++ log, torchrun --tee, srun --label, Open MPI, Megatron, kubectl --prefix, Ray.
+# torch's own handler and its C++ log, torchrun --tee, srun --label, Open MPI, Horovod, Megatron, kubectl --prefix, Ray.
 _OF_LINE = re.compile(
     r"^(?:\[rank(?P<torch>\d+)\]:? ?|\[[a-z]*?(?P<role>\d+)(?:\|\d+)?\]:|\s{0,3}(?P<task>\d{1,5}): "
-    r"|\[\d+,(?P<mpi>\d+)\]<std(?:out|err)>: ?|\[Rank (?P<megatron>\d+)\] ?"
+    r"|\[(?:\d+,)?(?P<mpi>\d+)\]<std(?:out|err)>: ?|\[Rank (?P<megatron>\d+)\] ?"
     r"|\[pod/(?P<pod>[\w.-]+)[^\]]*\] ?|\((?:\w+ )?pid=\d+(?:, ip=(?P<ip>[\w.:]+))?\) ?)"
 )
 # The prefix of a container's runtime or a logger.
@@ -31,7 +31,7 @@ _WRITERS = (
     r"\((?:\w+ )?pid=\d+(?:, ip=[\w.:]+)?\) ?",
     r"[\w.-]{1,80} *\| ?|\[[a-z][\w.-]*\] (?=20\d\d-)",  # docker compose
     r"\[(?!rank)[a-z]*\d+(?:\|\d+)?\]: ?",  # torchrun --tee; torch's own is the program's
-    r"\[\d+,\d+\]<std(?:out|err)>: ?",
+    r"\[(?:\d+,)?\d+\]<std(?:out|err)>: ?|[a-z][\w.]*/\d+ ",  # MPI, Horovod, TorchX
     r"\s{0,3}\d{1,5}: ?",
 )
 _TIME = re.compile(r"(20\d\d-\d\d-\d\d)[T _](\d\d:\d\d:\d\d)")

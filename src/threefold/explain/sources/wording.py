@@ -7,14 +7,14 @@ from collections.abc import Sequence
 is_mild = re.compile(
     r"^(?!.*(?:NCCL (?:WARN|INFO bootstrap.cc:\d+ -> )|death signal))"
     r"(?!\s*(?:\w+\s+)?Warning\s+(?:[A-Z][a-z]+[A-Z]|(?:Failed|Evicted|Preempted)\s))(?!.*retry(?:ing)? \(?(\d+)/\1\b)"
-    r"(?:.{0,160}?\b(?:[A-Z]\w*Warning|WARN(?:ING)?|[Ww]arning|INFO|DEBUG)(?![a-z])|.{0,60}\[info\]|.*NCCL INFO"
+    r"(?:.{0,160}?(?<!=)\b(?:[A-Z]\w*Warning|WARN(?:ING)?|[Ww]arning|INFO|DEBUG)(?![a-z])|.{0,60}\[info\]|.*NCCL INFO"
     r"|\[[WI]\d{0,4} |[WI]\d{4} |.{0,160}\[rank\d+\]:\s?[WI]\d{4} |.{0,60}[\d\]:] [WI] [a-z]\w+/|.{0,60}\[[WI]\d* )"
     r"|^NET/OFI |failed call to cuInit|dso_loader\.cc|Unable to register cu\w+ factory"
     r"|A module that was compiled using NumPy|_ARRAY_API not found|^wandb: ERROR "
 ).search
 says_end = re.compile(
     r"Traceback \(most|[A-Za-z]Error\b|\b(?:ERROR|FATAL|[Ee]rror:)|[Ff]atal\b|\b[Aa]bort(?:ed|ing)?\b|\b[Kk]illed\b"
-    r"|\bexit(?:ed)?(?: with)?(?: exit)? ?(?:code|status)|\bexitcode\b|core dumped|[Ss]egmentation"
+    r"|\bexit(?:ed)?(?: with)?(?: exit)? ?(?:code|status)|\bexitcode\b|core dumped|[Ss]egmentation|terminate called"
     r"|\b(?:terminat(?:ed|ing)|fail(?:s|ed|ure)?|crash(?:es|ed)?|cannot|can't|[Uu]nable|do(?:es)?(?:n't| not) work)\b"
     r"|available\S*:? False|^False\b|\b(?:gpu|device)\w* ?count\W{1,4}0\b"
 ).search

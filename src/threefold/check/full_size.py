@@ -193,7 +193,7 @@ class _Probe:
         self._compiled = resolved_on(mesh, asked, model.architecture).compiled.value
         narrow = FORWARD_BFLOAT16 if asked.model.dtype == "bfloat16" else FORWARD
         self._bound = FORWARD_FLOAT8 if asked.train.float8 != "none" else narrow
-        self._places = local_positions(seq_len, cp_size=mesh.size("cp"), cp_rank=mesh.cp_rank)
+        self._places = local_positions(seq_len, cp_size=mesh.cp_size, cp_rank=mesh.cp_rank)
 
     def rows_apart(self) -> None:
         """A pair of forwards in which every second row is another one, and the rows between must stay as they are."""

@@ -155,7 +155,7 @@ def _compare(
     model = build(real, asked.architecture, mesh, weights=weights)
     with torch.no_grad(), model.computing(batch) as local:
         own = model.outputs(local, "log_probabilities", token_loss=token_loss_of(model)).values
-    places = local_positions(asked.seq_len, cp_size=mesh.size("cp"), cp_rank=mesh.cp_rank)
+    places = local_positions(asked.seq_len, cp_size=mesh.cp_size, cp_rank=mesh.cp_rank)
     bits = (-own[0]).double().cpu().numpy().view(np.int64)
     of_ranks = mesh.gather(np.concatenate([places.numpy(), bits]))
     figure = max(_difference(part, np.array(expected), counted) for part in of_ranks)

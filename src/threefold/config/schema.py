@@ -304,6 +304,11 @@ class TrainConfig(Section):
         description="longest time without progress, s; default: 0.9 x mesh.timeout_s, none on one rank",
     )
 
+    @property
+    def exact(self) -> bool:
+        """Whether the bits are to be the same on any mesh.dp."""
+        return self.reduce == "exact"
+
 
 class CheckpointConfig(Section):
     """What to keep, and where to resume from."""

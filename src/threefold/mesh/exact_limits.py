@@ -49,7 +49,7 @@ _COMPARED: tuple[tuple[str, tuple[Any, ...], str], ...] = (
 
 def exact_problems(config: Config, topology: Topology) -> list[Problem]:
     """Why a config's run on this mesh would not have the bits that train.reduce exact promises; empty if it has."""
-    return list(_problems(config, topology)) if config.train.reduce == "exact" else []
+    return list(_problems(config, topology)) if config.train.exact else []
 
 
 def _problems(config: Config, topology: Topology) -> Iterator[Problem]:

@@ -10,7 +10,7 @@ import json
 import time
 import zlib
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from functools import partial
@@ -28,6 +28,7 @@ from threefold.errors import (
     error_of,
     first_line,
 )
+from threefold.jsonl import Values
 from threefold.mesh import environment
 
 Make = Callable[[], Any]
@@ -187,7 +188,7 @@ def lost_peer(error: BaseException) -> LostPeerError | None:
     )
 
 
-def digest_of_rows(batches: Sequence[Mapping[str, Any]]) -> int:
+def digest_of_rows(batches: Sequence[Values]) -> int:
     """Digest of the names, shapes and bytes of all tensors; for those on a device it waits for the device."""
     digest = 0
     for batch in batches:
@@ -199,7 +200,7 @@ def digest_of_rows(batches: Sequence[Mapping[str, Any]]) -> int:
     return digest
 
 
-def described_rows(batches: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+def described_rows(batches: Sequence[Values]) -> Values:
     """Facts to name a difference: for each tensor by name its shape, and a digest of each row."""
     return {
         name: [
@@ -224,7 +225,7 @@ def _bytes(values: Tensor) -> Any:
     )
 
 
-def refuse_unlike(parts: list[dict[str, Any]], ranks_of_copy: int) -> None:
+def refuse_unlike(parts: list[Values], ranks_of_copy: int) -> None:
     """Names what makes ranks differ in a call that all of them make together.
 
     Args:
@@ -263,7 +264,7 @@ def refuse_unlike(parts: list[dict[str, Any]], ranks_of_copy: int) -> None:
             )
 
 
-def _first_difference(first: dict[str, Any], other: dict[str, Any]) -> str:
+def _first_difference(first: Values, other: Values) -> str:
     for name in sorted(first.keys() | other.keys()):
         if name not in first or name not in other:
             return f"{name} is on only one of them"

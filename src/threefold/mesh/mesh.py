@@ -119,6 +119,14 @@ class Mesh:
         return self.topology.dp
 
     @property
+    def cp_size(self) -> int:
+        return self.topology.cp
+
+    @property
+    def tp_size(self) -> int:
+        return self.topology.tp
+
+    @property
     def dp_rank(self) -> int:
         return self.topology.dp_rank(self.rank)
 
@@ -221,7 +229,7 @@ class Mesh:
         batches: Sequence[dict[str, Any]] = ()
         count = 0
         failed = None
-        shared = self.size("cp") * self.size("tp")
+        shared = self.cp_size * self.tp_size
         if not self.meets_others:
             return make()
         try:

@@ -222,9 +222,9 @@ def _reach(info: LaunchInfo, deadline: float, timeout_s: float, token: bytes | N
         try:
             address = (LOOPBACK, rendezvous_auth.open_client_proxy(address, token))
         except (OSError, EOFError, rendezvous_auth.NoServerProxyError) as error:
-            raise _marked(errors.no_server_proxy(info), first=speaks) from error
+            raise _marked(errors.refused_token(info, "unasked"), first=speaks) from error
         except rendezvous_auth.ProofRefusedError as error:
-            raise _marked(errors.other_token(info), first=speaks) from error
+            raise _marked(errors.refused_token(info, "another"), first=speaks) from error
     stores: list[Any] = []
 
     def connect() -> None:
@@ -239,7 +239,7 @@ def _reach(info: LaunchInfo, deadline: float, timeout_s: float, token: bytes | N
     attempt.start()
     attempt.join(min(_ANSWERS_WITHIN_S, max(_LOOK_S, deadline - time.monotonic() - _LOOK_S)))
     if not stores and rendezvous_auth.is_server_proxy(address, _ANSWERS_WITHIN_S):
-        raise _marked(errors.needs_token(info), first=speaks)
+        raise _marked(errors.refused_token(info, "none"), first=speaks)
     attempt.join(max(_LOOK_S, deadline - time.monotonic() - _LOOK_S))
     if not stores:
         raise _marked(errors.no_store(info), first=speaks)

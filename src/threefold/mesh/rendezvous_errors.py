@@ -1,6 +1,7 @@
 """The errors of a failed rendezvous: texts only, no torch."""
 
 from collections.abc import Sequence
+from typing import Literal
 
 from threefold.errors import ConfigError, Problem, RunError
 from threefold.jsonl import Values
@@ -97,30 +98,31 @@ def no_store(info: LaunchInfo) -> RendezvousError:
     )
 
 
-_TOKEN_FIX = "the same THREEFOLD_TOKEN (or THREEFOLD_TOKEN_FILE) on every host; new: openssl rand -hex 32"
+# What is wrong with the token of a rank that rank 0 does not let through; expected.
+_TOKENS = {
+    "none": (
+        "has no token, but rank 0 at {} asks for one",
+        "a rank that knows the run's token",
+    ),
+    "another": (
+        "has another token than rank 0 at {}",
+        "the run's token; what listens there may also belong to another run",
+    ),
+    "unasked": (
+        "has a token, but what listens at {} asks for none",
+        "rank 0 of the same run, with the same token",
+    ),
+}
 
 
-def needs_token(info: LaunchInfo) -> RendezvousError:
+def refused_token(
+    info: LaunchInfo, which: Literal["none", "another", "unasked"]
+) -> RendezvousError:
+    what, expected = _TOKENS[which]
     return RendezvousError(
-        f"{_self(info)} has no token, but rank 0 at {_place(info)} asks for one",
-        expected="a rank that knows the run's token",
-        fix=_TOKEN_FIX,
-    )
-
-
-def other_token(info: LaunchInfo) -> RendezvousError:
-    return RendezvousError(
-        f"{_self(info)} has another token than rank 0 at {_place(info)}",
-        expected="the run's token; what listens there may also belong to another run",
-        fix=_TOKEN_FIX,
-    )
-
-
-def no_server_proxy(info: LaunchInfo) -> RendezvousError:
-    return RendezvousError(
-        f"{_self(info)} has a token, but what listens at {_place(info)} asks for none",
-        expected="rank 0 of the same run, with the same token",
-        fix=_TOKEN_FIX,
+        f"{_self(info)} {what.format(_place(info))}",
+        expected=expected,
+        fix="the same THREEFOLD_TOKEN (or THREEFOLD_TOKEN_FILE) on every host; new: openssl rand -hex 32",
     )
 
 

@@ -86,12 +86,13 @@ def build(
 
 def resolved_on(mesh: Mesh, config: Config, architecture: PretrainedConfig) -> Resolved:
     """The automatic choices of a config for a model on a mesh."""
-    drops = attention_choice.drops_weights(architecture)
-    unserved = attention_choice.unserved(architecture)
-    device = data_parallel.device_of(mesh)
-    heads = heads_of(architecture)
     return resolve(
-        config, mesh.topology, device, heads=heads, drops_attention=drops, unserved=unserved
+        config,
+        mesh.topology,
+        data_parallel.device_of(mesh),
+        heads=heads_of(architecture),
+        drops_attention=attention_choice.drops_weights(architecture),
+        unserved=attention_choice.unserved(architecture),
     )
 
 
@@ -101,13 +102,17 @@ def arranged(
     """The model on the mesh, still without storage, and what its files must hold."""
     resolved = resolved_on(mesh, config, architecture)
     dtype = precision.DTYPES[resolved.dtype.value]
-    context, attention_choices = _context(config, architecture, mesh, resolved)
+    context, attention_choices = _context(architecture, mesh, resolved)
     model: Any = load.build_without_storage(architecture, config.model, attention=context.name)
     if (own_attention := context.adapt(model)) is not None:
         attention_choices = [("attention: the model's own", own_attention)]
     model.config.use_cache = False
     stored = stored_in_files(model)
-    kept = _narrow(model, config, architecture) if dtype != torch.float32 else frozenset()
+    kept = frozenset[str]()  # names of what stays float32
+    if dtype != torch.float32:
+        kept = precision.kept_in_float32(model)
+        like = load.outline(architecture, config.model, dtype=torch.bfloat16)
+        precision.narrow_buffers(model, like, kept)
     tensor, split_choices = _split(model, config, mesh, resolved)
     context.note_split_heads(model, tensor.given_in_parts)
     if config.train.float8 != "none":
@@ -116,7 +121,7 @@ def arranged(
         _checkpoint_layers(model, config.train.activation_checkpointing, mesh)
     if resolved.compiled.value:
         recomputed = config.train.activation_checkpointing
-        around = recomputed == "offload" or (recomputed == "full" and mesh.size("tp") > 1)
+        around = recomputed == "offload" or (recomputed == "full" and mesh.tp_size > 1)
         left_out = compiled.waiting_layers(model, dtype=dtype, device=mesh.device.type)
         compiled.compile_layers(model, recomputed_around=around, left_out=left_out)
         split_choices.append(("compiled layers", resolved.compiled.why))
@@ -129,7 +134,7 @@ def arranged(
     (kind, why), exact = resolved.data_parallel, None
     if kind == "fsdp":
         whole = parameters_named(model, kept)
-        asked = config.train.reduce == "exact"
+        asked = config.train.exact
         exact = data_parallel.shard(
             model, mesh, dtype=dtype, cpu_offload=offload, kept=whole, exact=asked, ends=True
         )
@@ -180,16 +185,6 @@ def _working_copy(
     return WorkingCopy(model, dtype, kept)
 
 
-def _narrow(
-    model: PreTrainedModel, config: Config, architecture: PretrainedConfig
-) -> frozenset[str]:
-    """Prepares a model on the meta device for bfloat16; returns the names of what stays float32."""
-    kept = precision.kept_in_float32(model)
-    like = load.outline(architecture, config.model, dtype=torch.bfloat16)
-    precision.narrow_buffers(model, like, kept)
-    return kept
-
-
 # Kept by `selective`: results that are expensive to compute and small to keep, of matrix products and of attention.
 _SAVED_OPS = {
     torch.ops.aten.mm.default,
@@ -229,15 +224,15 @@ def _policy(context: Any, operation: Any, *arguments: Any, **keywords: Any) -> C
 
 
 def _context(
-    config: Config, architecture: PretrainedConfig, mesh: Mesh, resolved: Resolved
+    architecture: PretrainedConfig, mesh: Mesh, resolved: Resolved
 ) -> tuple[ContextParallel, Choices]:
     (method, method_why), (kernel, kernel_why) = resolved.cp_method, resolved.attention
-    choices = [(f"context parallelism: {method}", method_why)] if mesh.size("cp") > 1 else []
+    choices = [(f"context parallelism: {method}", method_why)] if mesh.cp_size > 1 else []
     if kernel != "sdpa" or kernel_why == GIVEN:
         choices.append((f"attention: {kernel}", kernel_why))
     causal = ""
     if mesh.on_cuda and (head_dim := attention_choice.head_size(architecture)) is not None:
-        halved = mesh.size("cp") > 1 and method == "gather"
+        halved = mesh.cp_size > 1 and method == "gather"
         capability = torch.cuda.get_device_capability(mesh.device)
         causal, why = attention_choice.choose(
             capability,
@@ -255,10 +250,12 @@ def _split(
 ) -> tuple[TensorParallelism, Choices]:
     """Splits the model over tp; adapters come after, as their projections are split then."""
     scatter = resolved.sequence_parallel
-    whole_experts = config.mesh.ep > 1
-    exact = config.train.reduce == "exact"
     tensor, sequence = split_over_tp(
-        model, mesh, scatter=scatter, whole_experts=whole_experts, exact=exact
+        model,
+        mesh,
+        scatter=scatter,
+        whole_experts=config.mesh.ep > 1,
+        exact=config.train.exact,
     )
     choices = [sequence] if sequence is not None else []
     if config.mesh.ep > 1:

@@ -185,7 +185,7 @@ class Model:
                 expected="[rows, sequence]",
                 fix="input_ids=ids",
             )
-        cp = self.mesh.size("cp")
+        cp = self.mesh.cp_size
         part = self.mesh.losses[-1] if self.mesh.losses else None
         whole = part.whole_of(rows) if part is not None and cp > 1 else None
         if whole is None:
@@ -195,7 +195,7 @@ class Model:
                 return [rows], 0
 
             # An error of one rank is raised on all that share its rows: none waits for it.
-            if cp * self.mesh.size("tp") > 1:
+            if cp * self.mesh.tp_size > 1:
                 self.mesh.agree("model(...)", 0, read)
             else:
                 read()
@@ -345,7 +345,7 @@ class Model:
                 expected="rows, or documents in them, that are no longer than the model's max_position_embeddings",
                 fix=f"rows of at most {self.positions} tokens",
             )
-        cp, tp = self.mesh.size("cp"), self.mesh.size("tp")
+        cp, tp = self.mesh.cp_size, self.mesh.tp_size
         shared = self.tensor.sequence_group is not None
         multiple = (2 * cp if cp > 1 else 1) * (tp if shared else 1)
         if length % multiple:

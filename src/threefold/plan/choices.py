@@ -100,7 +100,7 @@ def resolve(
         unserved: what of the model attention by lengths does not compute.
     """
     seq_len = config.data.seq_len
-    exact = config.train.reduce == "exact"
+    exact = config.train.exact
     compute = dtype(config, device)
     cast = compute.value != "float32"
     method = cp_method(config.mesh.cp_method, topology, heads=heads, seq_len=seq_len)

@@ -139,7 +139,7 @@ def setup_of(
         sequence_parallel=bool(resolved.sequence_parallel.value) and topology.tp > 1,
         ulysses=topology.cp > 1 and resolved.cp_method.value == "ulysses",
         loss_chunk=train.loss_chunk_tokens,
-        exact=train.reduce == "exact",
+        exact=train.exact,
         device=device,
     )
 

@@ -196,23 +196,21 @@ def overlaps_of(
 
 def optimizer_of(config: Config, model: Model) -> torch.optim.Optimizer:
     """The optimizer that a run asks for."""
-    dtype = getattr(torch, config.model.dtype)
-    exact = config.train.reduce == "exact"
     return build_optimizer(
         model.module,
         config.optimizer,
         model.mesh,
-        dtype=dtype,
-        exact=exact,
+        dtype=getattr(torch, config.model.dtype),
+        exact=config.train.exact,
         working=model.working,
     )
 
 
 def average_of(config: Config, model: Model) -> Ema | None:
     """The average of the weights that a run asks for, or None."""
-    decay = config.optimizer.ema
-    exact = config.train.reduce == "exact"
-    return Ema(model.module, decay, exact=exact) if decay is not None else None
+    if (decay := config.optimizer.ema) is None:
+        return None
+    return Ema(model.module, decay, exact=config.train.exact)
 
 
 def tracked_facts(run: Built) -> dict[str, Any]:
@@ -371,7 +369,7 @@ def held_out_batches(
         dp_rank=mesh.dp_rank,
         dp_size=mesh.dp_size,
         document_mask=bool(config.data.document_mask),
-        alike=config.train.reduce == "exact",
+        alike=config.train.exact,
     )
     total = -(-rows.num_rows // (micro_batch * mesh.dp_size))
     return lambda: bars.track(make(), "evaluation", total)

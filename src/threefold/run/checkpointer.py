@@ -187,7 +187,7 @@ class Checkpointer:
         chat_template.refuse_other(manifest, self.template, self.config, checkpoint)
         self.changed = changes(manifest, self.config)
         # What was imported has no bits to keep.
-        exact = self.config.train.reduce == "exact" and manifest["mesh"] != []
+        exact = self.config.train.exact and manifest["mesh"] != []
         if exact:
             self.changed = with_axes(self.changed, manifest, self.mesh.topology)
             self.lost_bits = lost_bits(manifest, self.changed, versions())

@@ -38,7 +38,7 @@ def facts_of(config: Config) -> dict[str, str]:
         f"the config's section {name!r}": xxhash.xxh3_64_hexdigest(text)
         for name, text in sections.items()
     }
-    if config.train.reduce == "exact":
+    if config.train.exact:
         of_bits = [versions()[name] for name in ("torch", "transformers", "cpu")]
         digests["what the bits of train.reduce exact depend on"] = ", ".join(of_bits)
     return {"threefold": build_id(), **digests}
@@ -58,12 +58,12 @@ def quieten_libraries(*, shown: bool = False) -> None:
 
 def compute_alike(config: Config) -> None:
     """Lets torch compute the same each time, if that is asked for, and with `train.reduce: exact` on any mesh.dp."""
-    if config.train.deterministic or config.train.reduce == "exact":
+    if config.train.deterministic or config.train.exact:
         environment.make_products_deterministic()
         torch.use_deterministic_algorithms(True)
         # Else each tensor is filled before it is written: a 20th of a step, for code that reads uninitialised memory.
         torch.utils.deterministic.fill_uninitialized_memory = False
-    if config.train.reduce == "exact":
+    if config.train.exact:
         # How many there are depends on the number of ranks, and products on how many.
         torch.set_num_threads(1)
 

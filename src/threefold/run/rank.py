@@ -205,7 +205,7 @@ def _accept(console: Screen, run: Run, built: Built, head: Head) -> None:
             built.pairs.keep(folder)
         files.extend(file_lines(config, to=folder))
         changed = {each.key: [each.before, each.now] for each in checkpointer.changed}
-        kept: dict[str, Any] = {"reduce": "exact"} if config.train.reduce == "exact" else {}
+        kept: dict[str, Any] = {"reduce": "exact"} if config.train.exact else {}
         if checkpointer.lost_bits is not None:
             kept["lost_bits"] = checkpointer.lost_bits
         if (template := checkpointer.template) is not None:
@@ -353,7 +353,7 @@ def kept_rows_of(run: Built, audit: Audit | None) -> KeptRows | None:
     ):
         return None
     count = count_pairs if run.pairs is not None else None
-    spread = run.config.train.reduce == "exact"
+    spread = run.config.train.exact
     return KeptRows(
         run.folder.path, mesh, segment=audit.start.segment, count=count, spread=spread
     )

@@ -64,11 +64,7 @@ class Scores:
     def _length(self, request: Request) -> int:
         """Places of a row that has it, as the mesh can split them."""
         mesh = self._model.mesh
-        unit = (
-            2 * mesh.size("cp") * mesh.size("tp")
-            if mesh.size("cp") * mesh.size("tp") > 1
-            else 1
-        )
+        unit = 2 * mesh.cp_size * mesh.tp_size if mesh.cp_size * mesh.tp_size > 1 else 1
         return max(unit, -(-min(self.longest, sum(map(len, request)) - 1) // unit) * unit)
 
     def _batches(

@@ -86,7 +86,7 @@ def _problems(user_objects: UserObjects, config: Config) -> Iterator[Problem]:
         )
     if user_objects.loss is not None:
         yield from _loss_problems(config)
-    if config.train.reduce == "exact":
+    if config.train.exact:
         for name, value in (("loss", user_objects.loss), ("optimizer", user_objects.optimizer)):
             if value is not None:
                 yield Problem(

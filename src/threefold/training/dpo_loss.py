@@ -79,7 +79,7 @@ class PairLoss:
         # Both answers of a pair are trained on, or neither: a row that fills up a batch has no labels.
         counted = (answers.counts > 0)[:, ::2]
         # Each cp rank has all of it, and returns its share.
-        share = counted / self._model.mesh.size("cp")
+        share = counted / self._model.mesh.cp_size
         losses = pair_losses(self._asked, gained, answers.counts)
         rewards = self._asked.beta * gained.detach()
         chosen = rewards[:, ::2]

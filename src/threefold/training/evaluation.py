@@ -120,7 +120,7 @@ class EvalStep:
         with forward_sums(model, batch, token_loss_of(model)) as sums:
             targets = (batch["labels"] != IGNORED).sum().to(
                 mesh.device, torch.float64
-            ) / mesh.size("cp")
+            ) / mesh.cp_size
             loss_sum = model.sums.summand(sums.cross_entropy).double()
             return torch.nn.functional.pad(torch.stack([loss_sum, targets]), (0, 2))
 
@@ -160,5 +160,5 @@ class EvalStep:
 
     def _stand_in(self) -> Batch:
         mesh = self._model.mesh
-        tokens = torch.zeros(1, 2 * mesh.size("cp") * mesh.size("tp"), dtype=torch.int64)
+        tokens = torch.zeros(1, 2 * mesh.cp_size * mesh.tp_size, dtype=torch.int64)
         return {"input_ids": tokens, "labels": torch.full_like(tokens, IGNORED)}

@@ -92,7 +92,7 @@ def forward_own(
         twice: refuse, by second derivatives, a loss that turns out to be no sum over these groups.
     """
     # For logits of tokens, second derivatives would take several times the memory.
-    by_tokens = of == "logits" or model.mesh.size("cp") > 1
+    by_tokens = of == "logits" or model.mesh.cp_size > 1
     twice &= model.context is None or not by_tokens
     sums = partial(_sums, mesh=model.mesh, failures=failures, by_rows=by_rows, twice=twice)
     if model.context is None:
@@ -292,8 +292,8 @@ def counted_tokens(batch: Batch, mesh: Mesh) -> Tensor:
     """[rows x sequence / cp] of this rank's tokens in the order in which it holds them: 1.0, or 0.0 for padding."""
     rows, sequence = batch["input_ids"].shape
     if (padding := batch.get("padding")) is None:
-        return torch.ones(rows * sequence // mesh.size("cp"), device=mesh.device)
-    own = local_positions(sequence, cp_size=mesh.size("cp"), cp_rank=mesh.cp_rank)
+        return torch.ones(rows * sequence // mesh.cp_size, device=mesh.device)
+    own = local_positions(sequence, cp_size=mesh.cp_size, cp_rank=mesh.cp_rank)
     return (
         (~padding[:, own.to(padding.device, non_blocking=True)])
         .flatten()

@@ -171,7 +171,7 @@ def train_loop(run: Loop, *, first_step: int, unevaluated: bool = False) -> Outc
     slowest = Slowest(run.mesh, notice=guards.late)
     loss: float | None = None
     seed = run.config.train.seed
-    exact = run.config.train.reduce == "exact"
+    exact = run.config.train.exact
     if unevaluated:
         due = _due_after(first_step - 1, run, first=False, end=True)
         run.keep(first_step - 1, _evaluated(run, first_step - 1, due), False)

@@ -63,10 +63,6 @@ class Progress:
         if self.device is not None:
             self.device.enter(phase)
 
-    def go_on_from(self, before: "Progress") -> None:
-        """Takes the place of another object, which gets nothing any more."""
-        self.place, self.ticks, self.mirror = before.place, before.ticks, before.mirror
-
     def tick(self) -> None:
         """Work of this rank alone within a phase continues."""
         self.ticks += 1

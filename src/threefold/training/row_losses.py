@@ -45,7 +45,7 @@ class KeptRows:
         count: what each row of a batch counts, [rows]; None: its targets.
         """
         self._path = run / FOLDER / f"rank-{mesh.rank:04}.bin"
-        self._part = RankPart(mesh.dp_rank, mesh.dp_size, mesh.cp_rank, mesh.size("cp"))
+        self._part = RankPart(mesh.dp_rank, mesh.dp_size, mesh.cp_rank, mesh.cp_size)
         self._segment = segment
         self._count = count or count_targets
         self._join = torch.column_stack if spread else torch.cat  # to the order of the rows

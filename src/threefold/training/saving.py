@@ -72,12 +72,18 @@ class Held:
     optimizer: Optimizer | TrainStep | None = None
     loader: Any = None
 
+    @property
+    def inner(self) -> Optimizer | None:
+        """The optimizer itself."""
+        given = self.optimizer
+        return given.optimizer if isinstance(given, TrainStep) else given
+
     def described(self, extra: Values) -> Values:
         """The part that is kept as JSON."""
         return {
             "loader": state_of_loader(self.loader),
             "extra": dict(extra),
-            "optimizer": rates_of(self.optimizer, self.model),
+            "optimizer": _rates_of(self),
         }
 
 
@@ -122,7 +128,8 @@ def save(
             than the one that was loaded; before anything is written, on every rank.
         RunError: it could not be written; for a background save, at the next of these calls.
     """
-    _check(Held(model, optimizer), folder)
+    held = Held(model, optimizer, loader)
+    _check(held, folder)
     _check_values(step, keep, extra)
     mesh, folder = model.mesh, Path(folder)
     mesh.agree("threefold.save of step", step)
@@ -139,7 +146,6 @@ def save(
         return Save(step, checkpoints.partial(step) / "state", begin, commit, abandon)
 
     accept = partial(_refuse_folder, folder, step, model)
-    held = Held(model, optimizer, loader)
     saver = write(held, step, job, extra=extra or {}, accept=accept, wait=wait)
     model.saved[place] = step
     if (lock := model.locks.get(place)) is not None:
@@ -167,11 +173,10 @@ def write(
     Raises:
         ConfigError, RunError: as `save`.
     """
-    model, mesh, optimizer = held.model, held.model.mesh, optimizer_of(held.optimizer)
-    described = held.described(extra)
+    mesh, described = held.model.mesh, held.described(extra)
 
     def look() -> Values:
-        _state(model, optimizer)  # raises for values that no file can hold
+        _state(held)  # raises for values that no file can hold
         return digests_of(described, step)
 
     def conclude(parts: list[Values]) -> str:
@@ -179,14 +184,12 @@ def write(
         accept()
         return ""
 
-    _refuse_other_copies(model, optimizer, step)
-    saver = _saver_of(
-        model, optimizer, background=not wait, continue_on_error=on_error == "continue"
-    )
+    _refuse_other_copies(held, step)
+    saver = _saver_of(held, background=not wait, continue_on_error=on_error == "continue")
     saver.wait()
     mesh.decide_on("what is saved", look, conclude)
     # A background save writes it while the loop, whose values these are, goes on.
-    saver.save(job(_manifest(model, copy.deepcopy(described))))
+    saver.save(job(_manifest(held.model, copy.deepcopy(described))))
     return saver
 
 
@@ -208,7 +211,8 @@ def load(
     Raises:
         CheckpointError: it is torn, damaged, or of another model or optimizer. DataError: of other data.
     """
-    _check(Held(model, optimizer), folder)
+    held = Held(model, optimizer, loader)
+    _check(held, folder)
     mesh = model.mesh
     path = mesh.share("newest checkpoint", lambda: _newest(Path(folder)))
     if path is None:
@@ -216,14 +220,14 @@ def load(
     checkpoint = checkpoint_at(Path(path))
     if (reason := run_state.damage_found(checkpoint, mesh)) is not None:
         raise damaged(checkpoint, reason)
-    loaded = read(checkpoint, Held(model, optimizer, loader))
+    loaded = read(checkpoint, held)
     model.saved[checkpoint.path.resolve().parents[1]] = checkpoint.step
     return loaded
 
 
 def read(checkpoint: Checkpoint, held: Held) -> Loaded:
     """Loads an undamaged checkpoint in place; every rank calls it. Errors as `load`."""
-    model, optimizer, loader, mesh = held.model, held.optimizer, held.loader, held.model.mesh
+    model, loader, inner = held.model, held.loader, held.inner
     manifest = read_manifest(checkpoint)
     _refuse_other_model(manifest, model, checkpoint)
     saved = manifest.get("loop", {"loader": manifest["data"], "extra": {}, "optimizer": {}})
@@ -234,7 +238,7 @@ def read(checkpoint: Checkpoint, held: Held) -> Loaded:
             fix="leave loader out, and start again from the first rows",
         )
     index = Index.read(checkpoint.state)
-    if (inner := optimizer_of(optimizer)) is not None:
+    if inner is not None:
         if saved["optimizer"] is None:
             raise CheckpointError(
                 f"{checkpoint.path} was saved without an optimizer",
@@ -248,7 +252,7 @@ def read(checkpoint: Checkpoint, held: Held) -> Loaded:
                 fix="make the optimizer that was saved, or load without optimizer=, to begin with another one",
             )
         begin_state(model.module, inner, index)
-    state = _state(model, inner, {*index.entries, *model.trained})
+    state = _state(held, {*index.entries, *model.trained})
     # A base weight that was never trained has the value of the base, from which it will be.
     if any(map(is_adapter, state)):
         for name in state.keys() - index.entries.keys() - model.trained:
@@ -259,10 +263,10 @@ def read(checkpoint: Checkpoint, held: Held) -> Loaded:
         index,
         fix="load it with the model and the optimizer that were saved, or without optimizer=",
     )
-    set_rates(optimizer, saved["optimizer"], checkpoint, model)
+    _set_rates(held, saved["optimizer"], checkpoint)
     if loader is not None:
         loader.load_state_dict(saved["loader"])
-    run_state.read_into(state, checkpoint.state, index, mesh)
+    run_state.read_into(state, checkpoint.state, index, model.mesh)
     model.trained.update(index.entries)
     run_state.restore_or_draw_random(checkpoint, manifest, index, model)
     return Loaded(checkpoint.step, saved["extra"])
@@ -277,11 +281,10 @@ def _check(held: Held, folder: str | Path) -> None:
         expected="the path of a folder that all ranks see",
         fix="folder='my-loop'",
     )
-    inner = optimizer_of(held.optimizer)
     check_argument(
         "optimizer",
-        inner,
-        isinstance(inner, Optimizer | None),
+        held.inner,
+        isinstance(held.inner, Optimizer | None),
         expected="a torch optimizer, or the TrainStep that has it; a scheduler's state goes into extra",
         fix="optimizer=step",
     )
@@ -354,13 +357,10 @@ def _refuse_folder(folder: Path, step: int, model: Model) -> None:
         )
 
 
-def _refuse_other_copies(model: Model, optimizer: Optimizer | None, step: int) -> None:
-    when = f"after step {step}, which is not saved"
-    refuse_drift(
-        state_held(model.module, optimizer, buffers=model.context is not None),
-        model.mesh,
-        when=when,
-    )
+def _refuse_other_copies(held: Held, step: int) -> None:
+    model, when = held.model, f"after step {step}, which is not saved"
+    state = state_held(model.module, held.inner, buffers=model.context is not None)
+    refuse_drift(state, model.mesh, when=when)
     if model.context is None:
         buffers = dict(model.module.named_buffers())
         averaged = (
@@ -370,25 +370,17 @@ def _refuse_other_copies(model: Model, optimizer: Optimizer | None, step: int) -
         refuse_drift(buffers, model.mesh, when=when, fix=averaged)
 
 
-def _state(
-    model: Model, optimizer: Optimizer | None, held: Container[str] | None = None
-) -> dict[str, torch.Tensor]:
-    """The live tensors that a checkpoint has `held`, or is to hold: with adapters, also other weights ever trained."""
-    held = model.trained if held is None else held
-    if optimizer is None:
-        return run_state.model_state(model.module, held)
-    return run_state.state_of(model.module, optimizer, held)
+def _state(held: Held, names: Container[str] | None = None) -> dict[str, torch.Tensor]:
+    """The live tensors of these `names`, or to be saved: with adapters, also other weights ever trained."""
+    model, names = held.model, held.model.trained if names is None else names
+    if held.inner is None:
+        return run_state.model_state(model.module, names)
+    return run_state.state_of(model.module, held.inner, names)
 
 
-def _saver_of(
-    model: Model,
-    optimizer: Optimizer | None,
-    *,
-    background: bool,
-    continue_on_error: bool,
-) -> Saver:
+def _saver_of(held: Held, *, background: bool, continue_on_error: bool) -> Saver:
     """The saver of these tensors, made at the first save; waits for an earlier saver of other tensors."""
-    key = id(optimizer), background, continue_on_error
+    model, key = held.model, (id(held.inner), background, continue_on_error)
     current = model.savers.get(key)
     for other in model.savers.values():
         if other is not current:
@@ -396,7 +388,7 @@ def _saver_of(
     if current is None:
 
         def parts() -> list[TensorPart]:
-            state = _state(model, optimizer)
+            state = _state(held)
             return run_state.parts(state, run_state.holdings(state, model.mesh), model.mesh)
 
         current = model.savers[key] = Saver(
@@ -440,15 +432,9 @@ def _refuse_other_model(manifest: Values, model: Model, checkpoint: Checkpoint) 
     refuse_other_code(manifest, weights.own_code(model.module), config, checkpoint)
 
 
-def optimizer_of(
-    optimizer: Optimizer | TrainStep | None,
-) -> Optimizer | None:
-    return optimizer.optimizer if isinstance(optimizer, TrainStep) else optimizer
-
-
-def rates_of(optimizer: Optimizer | TrainStep | None, model: Model) -> Values | None:
+def _rates_of(held: Held) -> Values | None:
     """The step's rate, and by parameter names each group's settings, which a scheduler may have changed."""
-    if (inner := optimizer_of(optimizer)) is None:
+    if (inner := held.inner) is None:
         return None
     # Numbers may be tensors, for compiled and captured updates, or numpy's.
     plain = partial(tree_map, lambda each: each.tolist() if hasattr(each, "tolist") else each)
@@ -458,9 +444,9 @@ def rates_of(optimizer: Optimizer | TrainStep | None, model: Model) -> Values | 
             for name, value in plain(group | {"params": names}).items()
             if not [*_not_plain(value, name)]
         }
-        for group, names in zip(inner.param_groups, _names_of(inner, model), strict=True)
+        for group, names in zip(inner.param_groups, _names_of(held, inner), strict=True)
     ]
-    own = optimizer if isinstance(optimizer, TrainStep) else None
+    own = held.optimizer if isinstance(held.optimizer, TrainStep) else None
     return {
         "kind": _kind_of(inner),
         "lr": own and own.lr,
@@ -483,26 +469,19 @@ def _kind_of(optimizer: Optimizer) -> str:
     return name.removesuffix("8bit") + " with momentum" * momentum
 
 
-def _names_of(optimizer: Optimizer, model: Model) -> list[list[str]]:
-    names = {id(parameter): name for name, parameter in model.named_parameters()}
-    return [
-        sorted(names[id(each)] for each in group["params"]) for group in optimizer.param_groups
-    ]
+def _names_of(held: Held, inner: Optimizer) -> list[list[str]]:
+    names = {id(parameter): name for name, parameter in held.model.named_parameters()}
+    return [sorted(names[id(each)] for each in group["params"]) for group in inner.param_groups]
 
 
-def set_rates(
-    optimizer: Optimizer | TrainStep | None,
-    saved: Any,
-    checkpoint: Checkpoint,
-    model: Model,
-) -> None:
-    inner = optimizer_of(optimizer)
+def _set_rates(held: Held, saved: Any, checkpoint: Checkpoint) -> None:
+    optimizer, inner = held.optimizer, held.inner
     if inner is None or not saved:
         return
     by_names = {tuple(group["params"]): group for group in saved["groups"]}
     matches = [
         by_names.get(tuple(names)) or _of_parameters(names, group, saved["groups"])
-        for names, group in zip(_names_of(inner, model), inner.param_groups, strict=True)
+        for names, group in zip(_names_of(held, inner), inner.param_groups, strict=True)
     ]
     named = "lr_share" in inner.param_groups[0]
     not_kept = {"params", "fused", "foreach"}  # kernels are those of this mesh and device

@@ -92,7 +92,7 @@ def steps_on(mesh: Mesh, config: Config, options: VerifyOptions) -> list[Step]:
     )
     loader = iter(assemble.loader_of(config, rows, mesh))
     steps = list[Step]()
-    exact = train.reduce == "exact"
+    exact = train.exact
     size = choices.micro_batch(config, mesh.topology).value
     for number in range(1, options.steps + 1):
         pieces = micro_batches(next(loader), size, spread=exact)

@@ -291,14 +291,14 @@ def _first_departure(
         local = torch.cat(kept)
         if model.tensor.sequence_group is not None:
             local = gather_parts(local, model.tensor.sequence_group)
-        parts = [torch.empty_like(local) for _ in range(mesh.size("cp"))]
+        parts = [torch.empty_like(local) for _ in range(mesh.cp_size)]
         if group is not None:
             dist.all_gather(parts, local.contiguous(), group=group)
         else:
             parts = [local]
         if mesh.rank == 0 and departed is None:
             whole = torch.empty_like(expected[number])
-            whole[:, gathered_positions(whole.shape[1], cp_size=mesh.size("cp"))] = torch.cat(
+            whole[:, gathered_positions(whole.shape[1], cp_size=mesh.cp_size)] = torch.cat(
                 parts, dim=1
             ).cpu()
             if not all(

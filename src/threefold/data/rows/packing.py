@@ -124,26 +124,19 @@ class Packing:
         return rows
 
     def _refuse_for_pairs(self, packing: str) -> None:
-        wrong = []
-        if packing == "concat":
-            wrong.append(
-                (
-                    "packing",
-                    "concat",
-                    "best_fit or none: concat cuts answers anywhere",
-                    "packing best_fit",
-                )
-            )
-        if not self.document_mask:
-            what = "true: two answers in a row must not attend to each other"
-            wrong.append(("document_mask", "false", what, "document_mask true"))
+        cut = "best_fit or none: concat cuts answers anywhere"
+        seen = "true: two answers in a row must not attend to each other"
         ConfigError.raise_for(
             Problem(
                 f"data.{key} = {value} with pairs of answers (preference)",
                 f"data.{key} {expected}",
-                f"leave data.{key} out, or --data.{fix}",
+                f"leave data.{key} out, or --data.{key} {fix}",
             )
-            for key, value, expected, fix in wrong
+            for key, value, expected, fix, wrong in (
+                ("packing", "concat", cut, "best_fit", packing == "concat"),
+                ("document_mask", "false", seen, "true", not self.document_mask),
+            )
+            if wrong
         )
 
 

@@ -48,7 +48,7 @@ _NOT_THERE = -1  # the document of padding
 def mesh_of_rows() -> Mesh | None:
     """The mesh that this process has joined, if it splits rows (cp > 1)."""
     mesh = active_mesh()
-    return mesh if mesh is not None and mesh.size("cp") > 1 else None
+    return mesh if mesh is not None and mesh.cp_size > 1 else None
 
 
 def problems(trainer: Any) -> Iterator[Problem]:
@@ -57,7 +57,7 @@ def problems(trainer: Any) -> Iterator[Problem]:
     if mesh is None:
         return
     yield from split_problems("auto", mesh.topology, trainer.model)
-    cp = mesh.size("cp")
+    cp = mesh.cp_size
     kind = type(trainer.model).__name__
     if not kind.endswith("ForCausalLM"):
         yield Problem(
@@ -67,7 +67,7 @@ def problems(trainer: Any) -> Iterator[Problem]:
         )
     else:
         yield from limits.direction_problems(trainer.model, pretrained=True)
-    if mesh.size("tp") > 1 or mesh.topology.dp_shard > 1:
+    if mesh.tp_size > 1 or mesh.topology.dp_shard > 1:
         yield Problem(
             f"the mesh is {mesh.topology}",
             "data and context ranks: transformers' loop has tensor ranks and shards by its DistributedConfig",

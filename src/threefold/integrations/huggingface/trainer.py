@@ -97,7 +97,7 @@ class Trainer(transformers.Trainer):
     def axis(self) -> Axis:
         """This process's place on the dp axis; tensor and context ranks share its rows."""
         mesh = context_parallel.mesh_of_rows()
-        sharers = self.get_tp_size() * (mesh.size("cp") if mesh is not None else 1)
+        sharers = self.get_tp_size() * (mesh.cp_size if mesh is not None else 1)
         return Axis(self.args.process_index, self.args.world_size, sharers=sharers)
 
     def _get_dataloader(

@@ -55,9 +55,9 @@ class ContextParallel:
             causal documents where rows are whole (`varlen_attn`), and else masks by blocks.
         causal: the kernel of `attention_choice.choose`, tried first where no mask is needed; empty: torch's order.
         """
-        self.size = mesh.size("cp")
+        self.size = mesh.cp_size
         self._rank = mesh.cp_rank
-        self._tp_rank = mesh.tp_rank if mesh.size("tp") > 1 else None
+        self._tp_rank = mesh.tp_rank if mesh.tp_size > 1 else None
         self.name = f"threefold_{next(_instance_numbers)}"
         self._group = mesh.group("cp")
         self._method = method

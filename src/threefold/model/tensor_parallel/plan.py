@@ -156,7 +156,7 @@ def split_over_tp(
     Raises:
         ConfigError: sequence parallelism was asked for and the plan or the devices do not allow it.
     """
-    if mesh.size("tp") == 1:
+    if mesh.tp_size == 1:
         return TensorParallelism(), None
     group = mesh.group("tp")
     assert group is not None and mesh.parameter_mesh is not None
@@ -346,7 +346,7 @@ def _split(
 def _vocabulary_start(head: nn.Module, mesh: Mesh) -> int:
     # The chunking of torch.chunk and of DTensor's Shard: all but the last parts have the rounded-up size.
     entries: int = head.weight.shape[0]  # type: ignore[union-attr]
-    return min(entries, mesh.tp_rank * -(-entries // mesh.size("tp")))
+    return min(entries, mesh.tp_rank * -(-entries // mesh.tp_size))
 
 
 def _name_and_module(model: nn.Module, module: nn.Module | None) -> tuple[str, Any]:

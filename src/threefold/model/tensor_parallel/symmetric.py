@@ -25,7 +25,7 @@ def lacking(mesh: Mesh) -> str | None:
     """Why the tp ranks cannot share memory; None if they can."""
     if not mesh.on_cuda:
         return f"a {mesh.device.type} has none"
-    own, ranks = mesh.device.index, mesh.size("tp")
+    own, ranks = mesh.device.index, mesh.tp_size
     devices = range(own - mesh.tp_rank, own - mesh.tp_rank + ranks)
     if devices[0] < 0 or devices[-1] >= torch.cuda.device_count():
         return f"the {ranks} tp ranks do not see one another's devices"
@@ -62,7 +62,7 @@ def _unlinked(mesh: Mesh) -> str | None:
     first = own - mesh.tp_rank
     apart = [
         other
-        for other in range(first, first + mesh.size("tp"))
+        for other in range(first, first + mesh.tp_size)
         if other != own and not links[other]
     ]
     return f"NVLink does not join devices {own} and {apart[0]}" if apart else None

@@ -128,9 +128,10 @@ class Watchdog:
             self._threads[-1].start()
 
     def follow(self, progress: Progress) -> None:
-        """Takes the place of this rank from another object from now on."""
-        progress.go_on_from(self.progress)
-        self.progress = progress
+        """Takes the place of this rank from another object from now on; the one before gets nothing any more."""
+        before, self.progress = self.progress, progress
+        progress.place, progress.ticks = before.place, before.ticks
+        progress.mirror = before.mirror
 
     def leave(self) -> None:
         """Returns when every rank has called it, or cannot any more; the last phase, which is watched too."""

@@ -491,6 +491,11 @@ def test_ranks_that_change_one_folder_are_told_from_a_file_that_is_not_there(
     assert failure(_raised(function, error)).known.name == name
 
 
+def test_folder_that_a_shell_cannot_remove_ends_no_training() -> None:
+    done = "{'train_runtime': 42.1, 'train_loss': 0.7, 'epoch': 1.0}\n"
+    assert explain(f"{done}rm: cannot remove '/scratch/job': Directory not empty\n") is None
+
+
 @pytest.mark.parametrize(
     ("number", "name", "page", "retry"),
     [

@@ -59,7 +59,7 @@ class EventKind(Enum):
     # words of the machines that train
     MACHINE = r"""
     (?<![A-Za-z])gloo(?![a-z])  (?<![A-Za-z])cuda(?![a-z])  CUDA  GPUs?(?![A-Za-z])  nvidia  slurm  mpirun  numpy
-    scipy  -worker-\d  -master-\d  RuntimeError:  cudaGetDeviceCount  triton[._/]\w
+    -worker-\d  -master-\d  RuntimeError:  cudaGetDeviceCount  triton[._/]\w
     """
     # stacks of languages in which nothing trains, and reports of tests
     FOREIGN = r"""

@@ -410,6 +410,16 @@ def test_setting_in_a_message_is_no_level_of_a_log() -> None:
     assert explain(line.replace("RuntimeError:", "INFO retried:")) is None
 
 
+def test_nvml_that_does_not_start_is_told_by_what_follows() -> None:
+    assert (
+        failure("[rank0]: RuntimeError: Can't initialize NVML\n").known.name == "container-gpu"
+    )
+    error = "[rank0]: Failed to initialize NVML: Driver/library version mismatch\n"
+    found = failure(error)
+    assert found.known.name == "nvml-mismatch"
+    assert "container-gpu" not in {hit.known.name for hit in found.others}
+
+
 def test_reason_that_has_a_page_comes_before_the_error_of_nccl() -> None:
     found = failure(
         f"{_NCCL}[rank1]: Last error:\n[rank1]: Net : Connection closed by remote peer n2<43236>\n"

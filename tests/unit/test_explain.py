@@ -399,7 +399,7 @@ def test_reason_that_nccl_gives_is_told(tmp_path: Path) -> None:
     ):
         (tmp_path / "train.log").write_text(lines)
         text, _ = explain_command([tmp_path / "train.log"])
-        assert f"  NCCL: {reason}\n" in text and "not in this log" not in text
+        assert f"  NCCL's reason: {reason}\n" in text and "not in this log" not in text
     (tmp_path / "train.log").write_text(_NCCL)
     assert "not in this log" in explain_command([tmp_path / "train.log"])[0]
 

@@ -59,7 +59,7 @@ def nccl_timeout(log: Log, lines: Sequence[LogLine]) -> list[str]:
 def nccl_reason(log: Log, lines: Sequence[LogLine]) -> list[str]:
     """What NCCL gives as the reason."""
     reason = c10d.nccl_reason(log)
-    return [f"NCCL: {reason}"] if reason else ranks(log, lines)
+    return [f"NCCL's reason: {reason}"] if reason else ranks(log, lines)
 
 
 def lost_peer(log: Log, lines: Sequence[LogLine]) -> list[str]:

@@ -61,7 +61,12 @@ class Sides:
         self.architecture = load.read_config(self.config.model)
         sizes = {"fsdp": topology.dp_shard * topology.cp, "cp": topology.cp, "tp": topology.tp}
         self.mesh: Any = SimpleNamespace(
-            device=torch.device(kind), topology=topology, size=sizes.__getitem__
+            device=torch.device(kind),
+            on_cuda=kind == "cuda",
+            topology=topology,
+            size=sizes.__getitem__,
+            cp_size=topology.cp,
+            tp_size=topology.tp,
         )
         self.outline = load.outline(self.architecture)
         self.decoder: Decoder = decoder_of(self.architecture.to_dict())

@@ -10,7 +10,7 @@ import pytest
 from threefold.config.loading import LoadedConfig, validate
 from threefold.errors import ConfigError, DataError
 from threefold.mesh import local_ranks
-from threefold.mesh.topology import default_topology
+from threefold.mesh.topology import Topology, default_topology
 from threefold.run import start
 from threefold.run.local_rank_limit import ALWAYS, BYTES_PER_RANK, Room, room_here
 
@@ -116,7 +116,7 @@ def test_source_that_is_not_there_starts_no_rank(
         ),
         (
             {
-                "mesh": {},
+                "mesh": {"tp": 2},
                 "model": {
                     "config": {
                         "model_type": "llama",
@@ -151,13 +151,23 @@ def test_heads_of_a_folder(started: list[int], tmp_path: Any) -> None:
     assert started == [0, 4]
 
 
-def test_default_mesh_is_checked_before_its_ranks(started: list[int]) -> None:
-    # On a machine with devices it depends on their number.
-    for mesh, servers in (({}, []), ({"device": "auto"}, [0])):
-        assert refused(mesh=mesh, train={"global_batch": 3})[0].startswith(
-            "train.global_batch = 3 cannot be divided"
-        )
-        assert started == servers
+def test_default_mesh_that_cannot_be_used_starts_no_ranks(
+    started: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Their server is: it imports while this process looks at the model."""
+
+    def run_rank(loaded: LoadedConfig, topology: Topology, why: str) -> int:
+        started.append(topology.world_size)
+        return 0
+
+    monkeypatch.setattr(start, "_run_rank", run_rank)
+    train(mesh={}, train={"global_batch": 3})
+    assert started == [0, 1]
+    # What one process cannot do either is refused.
+    assert refused(mesh={}, train={"micro_batch": 3})[0].startswith(
+        "train.micro_batch = 3 does"
+    )
+    assert started == [0, 1, 0]
 
 
 def test_force_is_not_for_launchers(

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import io
 import json
 import multiprocessing
 import os
 import random
 import shutil
 import signal
+import tarfile
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -240,6 +243,31 @@ def test_a_wrong_part_is_named_and_made_again(
         assert sum(task(corpus, to, index) for index in range(NUM_TASKS)) == 1
     join(corpus, to, shared)
     assert contents(to) == whole
+
+
+@pytest.mark.parametrize("name", ["../planted", "..", "/planted", "a/planted", "link"])
+def test_an_archive_that_leaves_its_folder_is_refused(tmp_path: Path, name: str) -> None:
+    member = tarfile.TarInfo(name)
+    if name == "link":
+        member.type, member.linkname = tarfile.SYMTYPE, "../planted"
+    content = io.BytesIO()
+    with tarfile.open(fileobj=content, mode="w") as archive:
+        archive.addfile(member)
+    (folder := tmp_path / "parts").mkdir()
+    deleted: list[str] = []
+    place = SimpleNamespace(
+        url="s3://bucket", get=lambda key: (content.getvalue(), ""), delete=deleted.extend
+    )
+    shared: Any = SimpleNamespace(
+        _place=place, _key=lambda part: "part", maker=SimpleNamespace(folder=folder)
+    )
+    part: Any = SimpleNamespace(number=3)
+    with pytest.raises(
+        DataError, match=r"^s3://bucket/part is not what was written: "
+    ) as refused:
+        SharedParts._fetch(shared, part)
+    assert f"{name!r} is no file of a part" in str(refused.value)
+    assert deleted == ["part"] and list(tmp_path.rglob("*")) == [folder]
 
 
 def test_many_missing_parts_are_counted(corpus: Path, tmp_path: Path) -> None:  # noqa: F811

@@ -38,6 +38,7 @@ with threefold.Referee(wrapped, optimizer, record=record) as referee:
             wrapped(input_ids=ids, labels=ids).loss.backward()
             optimizer.step()
             critic(torch.ones(2, 4)).sum().backward()
+            torch.nn.utils.clip_grad_norm_(critic.parameters(), 1.0)
             other.step()
         if kind == "raises":
             raise RuntimeError("the loop fails")

@@ -159,8 +159,9 @@ def _notes(record: RunRecord) -> Iterator[str]:
         yield f"the run was started {starts} times"
     lags = [event.get("text") for event in record.events if event["event"] == "lag"]
     yield from [text for text in lags if isinstance(text, str)][-_MOST_LAGS:]
-    for line in Lines(record.path / AUDIT).read()[-1:]:
-        yield f"the last audit is of step {line.values.get('step')}"
+    audits = [line.values.get("step") for line in Lines(record.path / AUDIT).read()]
+    for step in [step for step in audits if isinstance(step, int)][-1:]:
+        yield f"the last audit is of step {step}"
 
 
 def _nothing(what: str) -> ConfigError:

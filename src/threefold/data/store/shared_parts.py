@@ -137,9 +137,10 @@ class SharedParts:
                     if member.isdir():
                         continue
                     content = archive.extractfile(member) if member.isreg() else None
-                    if content is None or Path(member.name).parent != Path():
+                    path = (folder / member.name).resolve()
+                    if content is None or path.parent != folder.resolve():
                         raise tarfile.ReadError(f"{member.name!r} is no file of a part")
-                    (folder / member.name).write_bytes(content.read())
+                    path.write_bytes(content.read())
             if (done := self.maker.finished(part)) is None:
                 raise tarfile.ReadError(f"part {part.number} {self._fault(part)}")
             self.maker.read(done)

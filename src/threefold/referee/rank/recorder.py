@@ -321,6 +321,8 @@ class RankRecorder:
     def steps(self, optimizer: Optimizer) -> None:
         """An optimizer takes a step. One that steps right after another has trained on the same calls."""
         calls = [call for call in self._calls if call.is_trained]
+        # One before the step of another optimizer was for that.
+        idle_clip, self._idle_clip = self._idle_clip, None
         if self._file is None or (self._only and optimizer is not self._only[1]):
             return
         rates = [
@@ -328,7 +330,6 @@ class RankRecorder:
             for group in optimizer.param_groups
             if isinstance(group.get("lr"), float)
         ]
-        idle_clip, self._idle_clip = self._idle_clip, None
         if not calls:
             trained = self._trained.get(optimizer)
             # ZeRO steps its optimizer part by part; to save its state, torch takes a step without a learning rate.
